@@ -1,0 +1,89 @@
+"""The seam between the decoding loop and whatever computes: token ids, positions and arrays only.
+
+`knapspec_edge.native` implements it on the patched llama.cpp; the tests implement it with a fake that
+keeps a ledger of which (position, sublayer) holds keys. Nothing here knows about text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .records import Pick, Plan, Sampling, SubLayer
+
+
+class Backend(Protocol):
+    """One sequence in one context. Positions 0..n_past-1 are in the KV cache."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Context size in tokens; positions 0..n_ctx-1 exist."""
+        ...
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the KV cache."""
+        ...
+
+    @property
+    def max_verify_tokens(self) -> int:
+        """Largest number of tokens `verify` takes in one pass."""
+        ...
+
+    @property
+    def sublayers(self) -> tuple[SubLayer, ...]:
+        """Residual additions in execution order; empty where the model cannot be pruned."""
+        ...
+
+    @property
+    def refusal(self) -> str | None:
+        """Why speculation is impossible with this model, or None."""
+        ...
+
+    def is_end(self, token: int) -> bool:
+        """Whether this token ends a generation."""
+        ...
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Pick:
+        """Append tokens with the full model and pick the token after the last one.
+
+        `progress(done_tokens, total_tokens)` is called between slices.
+        Raises ContextError if they do not fit, Interrupted after `interrupt()`.
+        """
+        ...
+
+    def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
+        """Append one token under a plan (None: the full model) and pick the next."""
+        ...
+
+    def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
+        """Append tokens with the full model in one pass; one pick per token."""
+        ...
+
+    def truncate(self, n_tokens: int) -> None:
+        """Cut the cache back to its first n_tokens. Raises RollbackError if that had no effect."""
+        ...
+
+    def evaluate(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Append tokens under a plan in one pass: greedy token and its probability per row.
+
+        Returns (tokens i32 [n], probabilities f32 [n]). For judging plans; truncate afterwards.
+        """
+        ...
+
+    def logits(self, row: int = -1) -> NDArray[np.float32]:
+        """Logits f32 [n_vocab] of one output row of the latest pass (a copy)."""
+        ...

@@ -1,0 +1,53 @@
+"""Every error a user can cause, under one root.
+
+The message is one line that says what is wrong and what to do. The command line prints it and exits
+with `exit_code`; nothing else is caught there, so any other exception is a fault of ours.
+"""
+
+from __future__ import annotations
+
+
+class KnapspecError(Exception):
+    """Root of all errors this package raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(KnapspecError):
+    """The request itself is not well formed (an option value, a plan file)."""
+
+    exit_code = 2
+
+
+class ModelError(KnapspecError):
+    """A model file is missing, damaged, or not what this program reads."""
+
+
+class DownloadError(KnapspecError):
+    """A model could not be fetched or did not match its recorded digest."""
+
+
+class LibraryError(KnapspecError):
+    """The patched llama.cpp is missing, of the wrong version, or shadowed by another copy."""
+
+
+class ContextError(KnapspecError):
+    """The prompt or the conversation does not fit the context."""
+
+
+class PlanError(KnapspecError):
+    """A plan cannot be honoured for this model."""
+
+
+class RollbackError(KnapspecError):
+    """The KV cache could not be cut back to the accepted tokens."""
+
+
+class NativeError(KnapspecError):
+    """llama.cpp reported a failure; the message carries its last error line."""
+
+
+class Interrupted(KnapspecError):
+    """The user interrupted a native computation. The KV cache holds only accepted tokens."""
+
+    exit_code = 130

@@ -1,0 +1,180 @@
+"""Frozen records shared by every layer of the package.
+
+Records hold data only: no native handles, no files, no policy. Times are milliseconds, lengths are
+tokens, and both stand in the names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What a sublayer is made of; the value is the word used in files and tables."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    # One residual addition per layer that carries attention and MLP together (parallel residual).
+    BLOCK = "block"
+    # A state-space or linear-attention mixer: prunable, but its state cannot be rolled back.
+    RECURRENT = "recurrent"
+
+
+class ModeKind(str, Enum):
+    """How a sublayer takes part in a draft step."""
+
+    FULL = "full"
+    SKIP = "skip"
+    # Attention over the first `sink_tokens` and the most recent `window_tokens` only.
+    WINDOW = "window"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One choice for one sublayer: the multiple-choice item of the knapsack."""
+
+    kind: ModeKind = ModeKind.FULL
+    sink_tokens: int = 0
+    window_tokens: int = 0
+
+    def __str__(self) -> str:
+        if self.kind is ModeKind.WINDOW:
+            return f"window:{self.sink_tokens}+{self.window_tokens}"
+        return self.kind.value
+
+
+FULL = Mode(ModeKind.FULL)
+SKIP = Mode(ModeKind.SKIP)
+
+
+@dataclass(frozen=True)
+class SubLayer:
+    """One residual addition of the target network, in execution order."""
+
+    index: int  # position in execution order, 0-based
+    layer: int  # decoder layer it belongs to, 0-based
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.layer}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One mode per sublayer, in execution order. All-full is the target network itself."""
+
+    modes: tuple[Mode, ...]
+
+    @classmethod
+    def full(cls, n_sublayers: int) -> Plan:
+        return cls((FULL,) * n_sublayers)
+
+    @classmethod
+    def skipping(cls, n_sublayers: int, skipped: frozenset[int] | set[int] | list[int]) -> Plan:
+        """The plan that skips the sublayers with these indices and keeps all others."""
+        chosen = set(skipped)
+        outside = sorted(i for i in chosen if not 0 <= i < n_sublayers)
+        if outside:
+            raise ValueError(f"sublayer index {outside[0]} is outside 0..{n_sublayers - 1}")
+        return cls(tuple(SKIP if i in chosen else FULL for i in range(n_sublayers)))
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        return tuple(i for i, m in enumerate(self.modes) if m.kind is ModeKind.SKIP)
+
+    @property
+    def is_full(self) -> bool:
+        return all(m.kind is ModeKind.FULL for m in self.modes)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The token chosen from one row of logits.
+
+    `probability` is the softmax probability of that token at the sampling temperature (at
+    temperature 0: of the plain softmax), in 0..1. `margin` is the distance between the best and the
+    second-best score that the choice was made on (logits at temperature 0).
+    """
+
+    token: int
+    probability: float
+    margin: float
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is picked from logits. Temperature 0 is argmax.
+
+    The random numbers of a position are a hash of (seed, position, token id), so the pick does not
+    depend on who asks: draft and target share their noise.
+    """
+
+    temperature: float = 0.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """How to draft: under which plan, how many tokens at most, and when to stop early."""
+
+    plan: Plan
+    max_tokens: int  # γ
+    min_probability: float  # a token less probable than this is still verified, then drafting stops
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One emitted token. Always the target's own pick."""
+
+    token: int
+    position: int  # position in the context, 0-based
+    probability: float
+    drafted: bool  # it had been proposed by the draft and accepted
+    round: int  # index of the verification round it came from, 0-based; one token per round if plain
+
+
+@dataclass
+class Stats:
+    """Counters of one generation. `draft_n` and `draft_n_accepted` are llama.cpp's names.
+
+    Identity, whatever ends a generation:
+    ``completion_tokens == draft_n_accepted + target_n - cut_n`` where `target_n` counts the picks
+    that came from the target alone (one per round, plus one for the prompt), and `cut_n` the tokens
+    verified in the last round but not emitted (after an end token, a limit, or a stop string).
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the KV cache
+    completion_tokens: int = 0
+    rounds: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    target_n: int = 0
+    cut_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    plan_ms: float = 0.0
+    # accepted_lengths[k]: rounds in which exactly k drafted tokens were accepted
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    # per drafted place i (0-based): how often it was verified with all before it accepted / accepted
+    tried_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length" or "interrupted"
+
+    @property
+    def predicted_per_second(self) -> float:
+        return 1000.0 * self.completion_tokens / self.predicted_ms if self.predicted_ms else 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafted tokens that were accepted; None where nothing was drafted."""
+        return self.draft_n_accepted / self.draft_n if self.draft_n else None
+
+    @property
+    def overhead_ms(self) -> float:
+        """Time of the decode phase outside draft and verification calls."""
+        return max(0.0, self.predicted_ms - self.draft_ms - self.verify_ms - self.plan_ms)
