@@ -25,6 +25,25 @@ class Config:
     measure_window_tokens: int = 48  # tokens on which single-sublayer agreement is judged
     measure_repeats: int = 5
     measure_verify_max: int = 9  # verification cost is measured at 1..this tokens
+    measure_min_context_tokens: int = 32  # a slow model's prompt is shortened down to this
+    measure_block_tokens: int = 16  # width of one probing pass; a draft sees no more of its own keys
+    measure_min_probes: int = 8  # single-skip probes that even the slowest model gets
+
+    # first planner
+    plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
+    plan_latency_units: int = 240  # resolution of the knapsack: parts of a full step
+    plan_shortlist: int = 6  # candidates whose joint agreement is measured
+    plan_judge_block_tokens: int = 8  # about the length of a draft, see measure_block_tokens
+    plan_finalists: int = 2  # candidates timed in real rounds
+    plan_margin: float = 0.05  # predicted gain that auto asks for; covers noise of a short window
+
+    # online guard (auto only)
+    guard_plain_rounds: int = 3  # plain steps that measure the speed speculation has to beat
+    guard_interval_rounds: int = 64  # drafting rounds between two such measurements
+    guard_kept_steps: int = 9  # plain steps the reference is the median of
+    guard_slack: float = 0.02  # slower than plain by no more than this is not called a loss
+    guard_loss_steps: float = 6.0  # plain steps an answer may lose before speculation is given up
+    guard_round_loss_steps: float = 2.0  # one stalled round counts no more than this
 
 
 DEFAULTS = Config()

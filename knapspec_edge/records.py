@@ -132,14 +132,18 @@ class TokenEvent:
     position: int  # position in the context, 0-based
     probability: float
     drafted: bool  # it had been proposed by the draft and accepted
-    round: int  # index of the verification round it came from, 0-based; one token per round if plain
+    round: int  # 0: the pick that came with the prompt; then one per pass of the target, from 1
+    margin: float | None = None  # of the target's pick, see Pick
 
 
 @dataclass
 class Stats:
     """Counters of one generation. `draft_n` and `draft_n_accepted` are llama.cpp's names.
 
-    Identity, whatever ends a generation:
+    `rounds` counts passes of the target after the prompt, `verify_ms` their time, plain or not.
+    An end token is emitted and counted; nothing after it is.
+
+    Identity, at every moment and whatever ends a generation:
     ``completion_tokens == draft_n_accepted + target_n - cut_n`` where `target_n` counts the picks
     that came from the target alone (one per round, plus one for the prompt), and `cut_n` the tokens
     verified in the last round but not emitted (after an end token, a limit, or a stop string).
@@ -158,12 +162,15 @@ class Stats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     plan_ms: float = 0.0
-    # accepted_lengths[k]: rounds in which exactly k drafted tokens were accepted
+    # accepted_lengths[k]: rounds with a draft in which exactly k drafted tokens were accepted
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     # per drafted place i (0-based): how often it was verified with all before it accepted / accepted
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length" or "interrupted"
+    # "stop", "length" or "interrupted"; None while running or after the reader closed it early
+    finish_reason: str | None = None
+    # why auto went on plainly in the middle of this answer (decode.guard), or None
+    speculation_stopped: str | None = None
 
     @property
     def predicted_per_second(self) -> float:
