@@ -1,0 +1,443 @@
+#include "knapspec-context.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <mutex>
+
+namespace {
+
+// Wider batches are prompt processing: built once per prompt slice, not worth a scheduler of their own.
+constexpr uint32_t MAX_KEPT_TOKENS = 64;
+
+std::atomic<knapspec_context *> sigint_target{ nullptr };
+
+#if defined(_WIN32)
+using sigint_action = void (*)(int);
+#else
+using sigint_action = struct sigaction;
+#endif
+sigint_action sigint_previous;
+
+void on_sigint(int signum
+#if !defined(_WIN32)
+        , siginfo_t * info, void * ucontext
+#endif
+        ) {
+    if (knapspec_context * target = sigint_target.load()) {
+        target->interrupt(true);
+    }
+#if defined(_WIN32)
+    signal(SIGINT, on_sigint); // Windows resets the handler when it runs
+    if (sigint_previous != SIG_DFL && sigint_previous != SIG_IGN) {
+        sigint_previous(signum);
+    }
+#else
+    if (sigint_previous.sa_flags & SA_SIGINFO) {
+        sigint_previous.sa_sigaction(signum, info, ucontext);
+    } else if (sigint_previous.sa_handler != SIG_DFL && sigint_previous.sa_handler != SIG_IGN) {
+        sigint_previous.sa_handler(signum);
+    }
+#endif
+}
+
+void sigint_release() {
+    if (sigint_target.exchange(nullptr)) {
+#if defined(_WIN32)
+        signal(SIGINT, sigint_previous);
+#else
+        sigaction(SIGINT, &sigint_previous, nullptr);
+#endif
+    }
+}
+
+} // namespace
+
+knapspec_context::~knapspec_context() {
+    if (sigint_target.load() == this) {
+        sigint_release();
+    }
+}
+
+knapspec_context & knapspec_context::of(llama_context * ctx) {
+    if (!ctx->knapspec) {
+        ctx->knapspec = std::make_unique<knapspec_context>(*ctx);
+    }
+    return *ctx->knapspec;
+}
+
+//
+// graphs
+//
+
+void knapspec_context::swap_with(graph_slot & slot) {
+    std::swap(ctx.sched,              slot.sched);
+    std::swap(ctx.gf_res_prev,        slot.res);
+    std::swap(ctx.gf_res_prev_active, slot.active);
+}
+
+void knapspec_context::restore() {
+    if (current) {
+        swap_with(*current);
+        current = nullptr;
+    }
+}
+
+void knapspec_context::drop_graphs() {
+    restore();
+    if (!kept.empty()) {
+        ctx.synchronize();
+        kept.clear();
+    }
+}
+
+knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uint32_t n_outputs) {
+    for (auto & slot : kept) {
+        if (slot->n_tokens == n_tokens && slot->n_outputs == n_outputs && slot->plan == plan) {
+            return *slot;
+        }
+    }
+    if (kept.size() >= n_keep) {
+        restore();
+        ctx.synchronize();
+        kept.erase(std::min_element(kept.begin(), kept.end(), [](const auto & a, const auto & b) {
+            return a->last_used < b->last_used;
+        }));
+        n_evicted++;
+    }
+    auto slot = std::make_unique<graph_slot>();
+    slot->plan      = plan;
+    slot->n_tokens  = n_tokens;
+    slot->n_outputs = n_outputs;
+    slot->sched.reset(ggml_backend_sched_new(
+            ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
+            ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
+    kept.push_back(std::move(slot));
+    return *kept.back();
+}
+
+void knapspec_context::before_graph(const llama_ubatch & ubatch) {
+    // parallel pipelines and samplers inside the graph stay with the context's own scheduler
+    const bool keep = n_keep > 0 && ubatch.n_tokens <= MAX_KEPT_TOKENS && !ctx.cparams.pipeline_parallel &&
+                      ctx.sampling.samplers.empty() && ctx.gf_res_reserve;
+    if (keep) {
+        graph_slot & slot = slot_for(ubatch.n_tokens, ctx.n_outputs);
+        if (current != &slot) {
+            restore();
+            swap_with(slot);
+            current = &slot;
+        }
+        slot.last_used = ++clock;
+    } else {
+        restore();
+    }
+    graph_slot & active = current ? *current : own;
+    if (active.built_plan != plan) {
+        ctx.gf_res_prev_active = nullptr;
+    }
+    n_nodes = active.n_nodes;
+    n_computed++;
+}
+
+bool knapspec_context::after_build(llm_graph_result & res) {
+    if (!plan.empty()) {
+        std::string reason;
+        const auto items = knapspec_find_sublayers(res, reason);
+        bool same = items.size() == found.size();
+        for (size_t i = 0; same && i < items.size(); ++i) {
+            same = items[i].info == found[i];
+        }
+        if (!same) {
+            LLAMA_LOG_ERROR("%s: the plan has %zu sublayers, this graph %zu %s\n", __func__, found.size(), items.size(), reason.c_str());
+            return false;
+        }
+        if (!knapspec_prune(res, items, plan, reason)) {
+            LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
+            return false;
+        }
+    }
+    graph_slot & active = current ? *current : own;
+    active.built_plan = plan;
+    active.n_nodes    = ggml_graph_n_nodes(res.get_gf());
+    n_nodes = active.n_nodes;
+    n_built++;
+    return true;
+}
+
+knapspec_graph_stats knapspec_context::graph_stats() const {
+    return { n_built, n_computed - n_built, n_evicted, n_nodes, (int64_t) kept.size() };
+}
+
+void knapspec_context::keep_graphs(int32_t n) {
+    drop_graphs();
+    n_keep = std::max(0, n);
+}
+
+//
+// plans
+//
+
+void knapspec_context::analyse() {
+    if (analysed) {
+        return;
+    }
+    analysed = true;
+
+    if (!ctx.memory) {
+        why_not = "the model has no KV cache to draft with";
+        return;
+    }
+    ctx.synchronize();
+    ctx.sched_reserve();
+    const auto memory = ctx.memory->init_full();
+    const uint32_t n_seqs = ctx.cparams.n_seq_max;
+    if (!memory || !ctx.graph_reserve(n_seqs, n_seqs, n_seqs, memory.get(), true)) {
+        why_not = "its graph could not be built for inspection";
+        return;
+    }
+    for (const knapspec_item & item : knapspec_find_sublayers(*ctx.get_gf_res_reserve(), why_not)) {
+        found.push_back(item.info);
+    }
+}
+
+const std::vector<knapspec_sublayer_info> & knapspec_context::sublayers() {
+    analyse();
+    return found;
+}
+
+const std::string & knapspec_context::refusal() {
+    analyse();
+    return why_not;
+}
+
+int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
+    if (n == 0) {
+        plan.clear();
+        return KNAPSPEC_OK;
+    }
+    analyse();
+    if (n != (int32_t) found.size()) {
+        LLAMA_LOG_ERROR("%s: the plan has %d modes, the model %zu sublayers\n", __func__, n, found.size());
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    bool full = true;
+    for (int32_t i = 0; i < n; ++i) {
+        if (modes[i] != KNAPSPEC_MODE_FULL && modes[i] != KNAPSPEC_MODE_SKIP) {
+            LLAMA_LOG_ERROR("%s: mode %d of sublayer %d is unknown\n", __func__, modes[i], i);
+            return KNAPSPEC_BAD_ARGUMENT;
+        }
+        full = full && modes[i] == KNAPSPEC_MODE_FULL;
+    }
+    if (full) {
+        plan.clear();
+    } else {
+        plan.assign(modes, modes + n);
+    }
+    return KNAPSPEC_OK;
+}
+
+//
+// evaluation
+//
+
+int32_t knapspec_context::eval(
+        const llama_token       * tokens,
+        int32_t                   n_tokens,
+        llama_pos                 pos,
+        int32_t                   n_outputs,
+        const knapspec_sampling & sampling,
+        llama_token             * tokens_out,
+        float                   * probs_out,
+        float                   * margins_out) {
+    if (n_tokens <= 0 || n_outputs < 0 || n_outputs > n_tokens || n_tokens > (int32_t) ctx.n_batch()) {
+        LLAMA_LOG_ERROR("%s: %d tokens with %d outputs do not make a batch\n", __func__, n_tokens, n_outputs);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    if (!callback_set) {
+        callback_set = true;
+        ctx.set_abort_callback([](void * data) { return ((knapspec_context *) data)->interrupted.load(); }, this);
+    }
+    // backends other than the CPU ignore the abort callback
+    if (interrupted.load()) {
+        return KNAPSPEC_ABORTED;
+    }
+
+    static llama_seq_id sequence = 0;
+    batch_pos.resize(n_tokens);
+    batch_n_seq_id.assign(n_tokens, 1);
+    batch_seq_id.assign(n_tokens, &sequence);
+    batch_logits.assign(n_tokens, 0);
+    for (int32_t i = 0; i < n_tokens; ++i) {
+        batch_pos[i]    = pos + i;
+        batch_logits[i] = i >= n_tokens - n_outputs;
+    }
+    const llama_batch batch = {
+        n_tokens, const_cast<llama_token *>(tokens), nullptr,
+        batch_pos.data(), batch_n_seq_id.data(), batch_seq_id.data(), batch_logits.data(),
+    };
+    const int ret = ctx.decode(batch);
+    if (ret != 0) {
+        return ret;
+    }
+    ctx.synchronize();
+    if (interrupted.load()) {
+        // the pass may have ended before it noticed; its caller counts on the interruption
+        return KNAPSPEC_ABORTED;
+    }
+
+    const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
+    const float * logits  = n_outputs > 0 ? ctx.get_logits() : nullptr;
+    for (int32_t i = 0; i < n_outputs; ++i) {
+        const int64_t position = (int64_t) pos + n_tokens - n_outputs + i + 1;
+        const int32_t picked = knapspec_pick(
+                logits + (size_t) i*n_vocab, n_vocab, &sampling, position, &tokens_out[i], &probs_out[i], &margins_out[i]);
+        if (picked != KNAPSPEC_OK) {
+            LLAMA_LOG_ERROR("%s: no finite logit at position %lld\n", __func__, (long long) position);
+            return picked;
+        }
+    }
+    return KNAPSPEC_OK;
+}
+
+//
+// log
+//
+
+namespace {
+
+struct {
+    std::mutex  mutex;
+    std::string line;
+    int         level     = GGML_LOG_LEVEL_NONE;
+    bool        last_kept = false; // whether a continuation belongs to the kept error line
+    bool        last_shown = false;
+} log_state;
+
+void on_log(ggml_log_level level, const char * text, void *) {
+    std::lock_guard<std::mutex> lock(log_state.mutex);
+    const bool continues = level == GGML_LOG_LEVEL_CONT;
+    const bool keep = continues ? log_state.last_kept  : level == GGML_LOG_LEVEL_ERROR;
+    const bool show = continues ? log_state.last_shown :
+                      log_state.level != GGML_LOG_LEVEL_NONE && level >= log_state.level;
+    if (keep) {
+        log_state.line = continues ? log_state.line + text : text;
+    }
+    if (show) {
+        fputs(text, stderr);
+    }
+    log_state.last_kept  = keep;
+    log_state.last_shown = show;
+}
+
+} // namespace
+
+extern "C" {
+
+int32_t knapspec_abi(void) {
+    return KNAPSPEC_ABI;
+}
+
+int32_t knapspec_n_sublayers(llama_context * ctx) {
+    const auto & found = knapspec_context::of(ctx).sublayers();
+    return found.empty() ? -1 : (int32_t) found.size();
+}
+
+const char * knapspec_refusal(llama_context * ctx) {
+    return knapspec_context::of(ctx).refusal().c_str();
+}
+
+int32_t knapspec_sublayer(llama_context * ctx, int32_t i, int32_t * layer, int32_t * kind) {
+    const auto & found = knapspec_context::of(ctx).sublayers();
+    if (i < 0 || i >= (int32_t) found.size()) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    *layer = found[i].layer;
+    *kind  = found[i].kind;
+    return KNAPSPEC_OK;
+}
+
+int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n) {
+    return knapspec_context::of(ctx).set_plan(modes, n);
+}
+
+void knapspec_keep_graphs(llama_context * ctx, int32_t n) {
+    knapspec_context::of(ctx).keep_graphs(n);
+}
+
+void knapspec_get_graph_stats(llama_context * ctx, knapspec_graph_stats * out) {
+    *out = knapspec_context::of(ctx).graph_stats();
+}
+
+int32_t knapspec_eval(
+        llama_context           * ctx,
+        const llama_token       * tokens,
+        int32_t                   n_tokens,
+        llama_pos                 pos,
+        int32_t                   n_outputs,
+        const knapspec_sampling * sampling,
+        llama_token             * tokens_out,
+        float                   * probs_out,
+        float                   * margins_out) {
+    return knapspec_context::of(ctx).eval(tokens, n_tokens, pos, n_outputs, *sampling, tokens_out, probs_out, margins_out);
+}
+
+void knapspec_interrupt(llama_context * ctx) {
+    knapspec_context::of(ctx).interrupt(true);
+}
+
+void knapspec_interrupt_clear(llama_context * ctx) {
+    knapspec_context::of(ctx).interrupt(false);
+}
+
+int32_t knapspec_sigint_guard(llama_context * ctx, bool enable) {
+    knapspec_context & self = knapspec_context::of(ctx);
+    if (!enable) {
+        if (sigint_target.load() == &self) {
+            sigint_release();
+        }
+        return KNAPSPEC_OK;
+    }
+    knapspec_context * nobody = nullptr;
+    if (!sigint_target.compare_exchange_strong(nobody, &self)) {
+        return nobody == &self ? KNAPSPEC_OK : KNAPSPEC_BAD_ARGUMENT;
+    }
+#if defined(_WIN32)
+    sigint_previous = signal(SIGINT, on_sigint);
+#else
+    struct sigaction action = {};
+    action.sa_sigaction = on_sigint;
+    action.sa_flags     = SA_SIGINFO;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, &sigint_previous);
+#endif
+    return KNAPSPEC_OK;
+}
+
+void knapspec_log_install(int32_t level) {
+    {
+        std::lock_guard<std::mutex> lock(log_state.mutex);
+        log_state.level = level;
+    }
+    llama_log_set(on_log, nullptr);
+}
+
+int32_t knapspec_last_error(char * buf, int32_t size) {
+    std::lock_guard<std::mutex> lock(log_state.mutex);
+    if (buf && size > 0) {
+        const size_t n = std::min<size_t>(log_state.line.size(), size - 1);
+        memcpy(buf, log_state.line.data(), n);
+        buf[n] = '\0';
+    }
+    return (int32_t) log_state.line.size();
+}
+
+void knapspec_clear_error(void) {
+    std::lock_guard<std::mutex> lock(log_state.mutex);
+    log_state.line.clear();
+}
+
+} // extern "C"

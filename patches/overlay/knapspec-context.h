@@ -1,0 +1,112 @@
+// What a llama_context carries for knapspec: the plan, the graphs kept alive, interruption. Called from llama-context.cpp.
+#pragma once
+
+#include "knapspec.h"
+#include "knapspec-graph.h"
+
+#include "llama-graph.h"
+
+#include "ggml-cpp.h"
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct llama_context;
+
+class knapspec_context {
+public:
+    explicit knapspec_context(llama_context & ctx) : ctx(ctx) {}
+    ~knapspec_context();
+
+    // the state of a context, made on first use; a context that nobody asks for has none and takes upstream's path
+    static knapspec_context & of(llama_context * ctx);
+
+    // --- hooks, called by llama_context ---
+
+    // Before a graph is taken for this ubatch: make the scheduler and the graphs kept for (plan, tokens, outputs) those of
+    // the context, and forbid the reuse of a graph that was built under another plan.
+    void before_graph(const llama_ubatch & ubatch);
+
+    // After the architecture built its graph: leave out what the plan skips. False: the plan cannot be honoured.
+    bool after_build(llm_graph_result & res);
+
+    // Give the context its own scheduler back, before it reserves graphs or is destroyed.
+    void restore();
+
+    // Free all kept graphs: they were allocated for settings that no longer hold.
+    void drop_graphs();
+
+    // --- services behind the C interface ---
+
+    const std::vector<knapspec_sublayer_info> & sublayers();
+    const std::string & refusal();
+
+    int32_t set_plan(const int32_t * modes, int32_t n);
+    void    keep_graphs(int32_t n);
+
+    int32_t eval(
+            const llama_token       * tokens,
+            int32_t                   n_tokens,
+            llama_pos                 pos,
+            int32_t                   n_outputs,
+            const knapspec_sampling & sampling,
+            llama_token             * tokens_out,
+            float                   * probs_out,
+            float                   * margins_out);
+
+    void interrupt(bool value) { interrupted.store(value); }
+
+    knapspec_graph_stats graph_stats() const;
+
+private:
+    llama_context & ctx;
+
+    std::vector<int32_t> plan; // one mode per sublayer; empty: the full model
+
+    bool                                analysed = false;
+    std::vector<knapspec_sublayer_info> found;
+    std::string                         why_not;
+
+    // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has
+    // swapped places with the context's own scheduler, which then lives in the slot.
+    struct graph_slot {
+        std::vector<int32_t> plan;
+        uint32_t             n_tokens  = 0;
+        uint32_t             n_outputs = 0;
+
+        uint64_t             last_used = 0;
+        std::vector<int32_t> built_plan;  // what the active graph was built under
+        int64_t              n_nodes = 0;
+
+        ggml_backend_sched_ptr              sched;
+        std::array<llm_graph_result_ptr, 2> res;
+        llm_graph_result *                  active = nullptr;
+    };
+
+    std::vector<std::unique_ptr<graph_slot>> kept;
+
+    graph_slot   own;               // bookkeeping only: the context holds the contents itself
+    graph_slot * current = nullptr; // the kept slot that stands in for the context's own, if any
+    size_t       n_keep  = 0;
+    uint64_t     clock   = 0;
+
+    int64_t n_computed = 0;
+    int64_t n_built    = 0;
+    int64_t n_evicted  = 0;
+    int64_t n_nodes    = 0;
+
+    std::atomic<bool> interrupted{ false };
+    bool              callback_set = false;
+
+    std::vector<llama_pos>      batch_pos;
+    std::vector<int32_t>        batch_n_seq_id;
+    std::vector<llama_seq_id *> batch_seq_id;
+    std::vector<int8_t>         batch_logits;
+
+    void analyse();
+    void swap_with(graph_slot & slot);
+    graph_slot & slot_for(uint32_t n_tokens, uint32_t n_outputs);
+};

@@ -1,0 +1,424 @@
+#include "knapspec-graph.h"
+
+#include "knapspec.h"
+
+#include "llama-graph.h"
+
+#include "ggml-impl.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace {
+
+using tensor_set = std::unordered_set<const ggml_tensor *>;
+
+bool starts_with(const char * name, const char * prefix) {
+    return strncmp(name, prefix, strlen(prefix)) == 0;
+}
+
+// the tensor that owns the memory behind a chain of views
+const ggml_tensor * root_of(const ggml_tensor * t) {
+    while (t->view_src) {
+        t = t->view_src;
+    }
+    return t;
+}
+
+// layer index of a weight named blk.<layer>.*, or -1
+int32_t layer_of_weight(const ggml_tensor * t) {
+    int32_t layer = -1;
+    if (t->op != GGML_OP_NONE || sscanf(t->name, "blk.%d.", &layer) != 1) {
+        return -1;
+    }
+    return layer;
+}
+
+bool is_kv_cache   (const ggml_tensor * t) { return starts_with(t->name, "cache_k_l") || starts_with(t->name, "cache_v_l"); }
+bool is_state_cache(const ggml_tensor * t) { return starts_with(t->name, "cache_r_l") || starts_with(t->name, "cache_s_l"); }
+
+// nodes that are in the graph for what they write, not for their value
+std::vector<ggml_tensor *> find_writes(const std::vector<ggml_tensor *> & nodes) {
+    tensor_set used;
+    for (const ggml_tensor * t : nodes) {
+        for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            used.insert(t->src[k]);
+        }
+    }
+    std::vector<ggml_tensor *> writes;
+    for (ggml_tensor * t : nodes) {
+        if (t->view_src && !used.count(t)) {
+            writes.push_back(t);
+        }
+    }
+    return writes;
+}
+
+std::vector<ggml_tensor *> nodes_of(ggml_cgraph * gf) {
+    std::vector<ggml_tensor *> nodes(ggml_graph_n_nodes(gf));
+    for (size_t i = 0; i < nodes.size(); ++i) {
+        nodes[i] = ggml_graph_node(gf, i);
+    }
+    return nodes;
+}
+
+class finder {
+public:
+    explicit finder(const llm_graph_result & res) : res(res), nodes(nodes_of(res.gf)) {
+        for (size_t i = 0; i < nodes.size(); ++i) {
+            order[nodes[i]] = i;
+        }
+    }
+
+    std::vector<knapspec_item> run(std::string & reason);
+
+private:
+    const llm_graph_result & res;
+
+    std::vector<ggml_tensor *> nodes;
+
+    std::unordered_map<const ggml_tensor *, size_t> order; // place in the graph: nothing depends on a later node
+    std::unordered_map<const ggml_tensor *, bool>   dynamic_memo;
+
+    tensor_set covered; // weights that belong to a sublayer or to the trunk
+
+    bool check_covered(const std::vector<knapspec_item> & items, const ggml_tensor * origin, std::string & reason);
+
+    // whether the value of t depends on the tokens (weights and functions of weights do not)
+    bool is_dynamic(const ggml_tensor * t) {
+        if (t->op == GGML_OP_NONE && !t->view_src) {
+            return (t->flags & GGML_TENSOR_FLAG_INPUT) != 0;
+        }
+        auto it = dynamic_memo.find(t);
+        if (it != dynamic_memo.end()) {
+            return it->second;
+        }
+        bool dynamic = false;
+        for (int k = 0; k < GGML_MAX_SRC && !dynamic; ++k) {
+            dynamic = t->src[k] && is_dynamic(t->src[k]);
+        }
+        return dynamic_memo[t] = dynamic;
+    }
+
+    // the same values in another arrangement: selected rows, reshaped, copied
+    static const ggml_tensor * strip(const ggml_tensor * t) {
+        while (t->src[0] && t->src[0]->op != GGML_OP_NONE &&
+               (t->op == GGML_OP_GET_ROWS || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW ||
+                t->op == GGML_OP_CONT     || t->op == GGML_OP_CPY     || t->op == GGML_OP_PERMUTE ||
+                t->op == GGML_OP_TRANSPOSE)) {
+            t = t->src[0];
+        }
+        return t;
+    }
+
+    struct cone {
+        bool          hit       = false; // the stop tensor was met
+        bool          attention = false;
+        bool          recurrent = false;
+        bool          ffn       = false;
+        std::set<int> layers;
+        tensor_set    weights;
+    };
+
+    // everything `from` depends on, looking neither behind `stops` nor at nodes that come before all of them
+    cone cone_of(const ggml_tensor * from, const tensor_set & stops) const {
+        size_t first = stops.empty() ? 0 : nodes.size();
+        for (const ggml_tensor * stop : stops) {
+            auto it = order.find(stop);
+            first = std::min(first, it == order.end() ? 0 : it->second);
+        }
+        cone                             result;
+        tensor_set                       seen;
+        std::vector<const ggml_tensor *> stack = { from };
+        while (!stack.empty()) {
+            const ggml_tensor * t = stack.back();
+            stack.pop_back();
+            if (!t || !seen.insert(t).second) {
+                continue;
+            }
+            if (stops.count(t)) {
+                result.hit = true;
+                continue;
+            }
+            if (auto it = order.find(t); it != order.end() && it->second < first) {
+                continue;
+            }
+            switch (t->op) {
+                case GGML_OP_NONE:
+                    if (is_kv_cache(t)) {
+                        result.attention = true;
+                    } else if (is_state_cache(t)) {
+                        result.recurrent = true;
+                    } else if (const int32_t layer = layer_of_weight(t); layer >= 0) {
+                        result.layers.insert(layer);
+                        result.weights.insert(t);
+                        // blk.<layer>.ffn_*; a feed-forward norm alone is not yet a feed-forward network
+                        const char * part = strchr(t->name + 4, '.');
+                        if (part && starts_with(part, ".ffn_") && !strstr(part, "norm")) {
+                            result.ffn = true;
+                        }
+                    }
+                    break;
+                case GGML_OP_FLASH_ATTN_EXT:
+                    result.attention = true;
+                    break;
+                case GGML_OP_SOFT_MAX:
+                    // an expert router's softmax has no mask
+                    result.attention = result.attention || t->src[1] != nullptr;
+                    break;
+                default:
+                    break;
+            }
+            for (int k = 0; k < GGML_MAX_SRC; ++k) {
+                stack.push_back(t->src[k]);
+            }
+            stack.push_back(t->view_src);
+        }
+        return result;
+    }
+
+    // Is x = branch + residual, the branch computed from the residual? Beside the plain form this accepts
+    // x = (other + shared) + branch, where both branches start from `shared` (parallel residual, added one by one).
+    bool split(const ggml_tensor * x, ggml_tensor *& residual, cone & branch) {
+        for (int k = 0; k < 2; ++k) {
+            ggml_tensor * r = x->src[1 - k];
+            branch = cone_of(x->src[k], { strip(r) });
+            if (branch.hit) {
+                residual = r;
+                return true;
+            }
+        }
+        for (int k = 0; k < 2; ++k) {
+            const ggml_tensor * inner = strip(x->src[1 - k]);
+            if (inner->op != GGML_OP_ADD) {
+                continue;
+            }
+            for (int j = 0; j < 2; ++j) {
+                const ggml_tensor * shared = strip(inner->src[1 - j]);
+                branch = cone_of(x->src[k], { shared });
+                if (branch.hit && cone_of(inner->src[j], { shared }).hit) {
+                    residual = x->src[1 - k];
+                    return true;
+                }
+            }
+        }
+        return false;
+    }
+};
+
+std::vector<knapspec_item> finder::run(std::string & reason) {
+    std::vector<knapspec_item> items;
+
+    ggml_tensor * x = res.t_logits ? res.t_logits : res.t_embd;
+    if (!x) {
+        reason = "the graph has no output";
+        return {};
+    }
+
+    while (x->op != GGML_OP_NONE) {
+        ggml_tensor * only = nullptr;
+        int n_dynamic = 0;
+        for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            if (x->src[k] && is_dynamic(x->src[k])) {
+                // the row ids of a gather select, they carry no values
+                if (x->op == GGML_OP_GET_ROWS && k == 1 && n_dynamic == 1) {
+                    continue;
+                }
+                n_dynamic++;
+                only = x->src[k];
+            }
+        }
+
+        if (n_dynamic == 2 && x->op == GGML_OP_ADD) {
+            ggml_tensor * residual = nullptr;
+            cone branch;
+            if (!split(x, residual, branch)) {
+                break;
+            }
+            if (branch.layers.size() != 1) {
+                reason = "a residual branch spans " + std::to_string(branch.layers.size()) + " layers";
+                return {};
+            }
+            const int32_t kind = branch.recurrent              ? KNAPSPEC_KIND_RECURRENT :
+                                 branch.attention && branch.ffn ? KNAPSPEC_KIND_BLOCK     :
+                                 branch.attention               ? KNAPSPEC_KIND_ATTENTION : KNAPSPEC_KIND_MLP;
+            items.push_back({ x, residual, { *branch.layers.begin(), kind } });
+            covered.insert(branch.weights.begin(), branch.weights.end());
+            x = residual;
+            continue;
+        }
+
+        if (n_dynamic != 1) {
+            break;
+        }
+
+        // one value flows through: head, norms, scales, biases, gathers. A product with a layer's matrix is no trunk.
+        for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            if (x->src[k] && layer_of_weight(x->src[k]) >= 0) {
+                if (x->op == GGML_OP_MUL_MAT || x->op == GGML_OP_MUL_MAT_ID) {
+                    reason = std::string("the residual stream passes through ") + x->src[k]->name;
+                    return {};
+                }
+                covered.insert(x->src[k]);
+            }
+        }
+        x = only;
+    }
+
+    if (items.empty()) {
+        reason = "no residual addition was recognised";
+        return {};
+    }
+    std::reverse(items.begin(), items.end());
+
+    return check_covered(items, x, reason) ? items : std::vector<knapspec_item>();
+}
+
+// Every weight of every layer must belong to a sublayer or to the trunk, or something would be left out of the account.
+bool finder::check_covered(const std::vector<knapspec_item> & items, const ggml_tensor * origin, std::string & reason) {
+    // behind the chain there is only the embedding of the tokens
+    for (const ggml_tensor * w : cone_of(origin, {}).weights) {
+        reason = std::string("the residual chain ends before ") + w->name;
+        return false;
+    }
+    // keys, values and states are computed beside the chain and reach it through a layer's cache
+    tensor_set trunk;
+    for (const knapspec_item & item : items) {
+        trunk.insert(item.add);
+        trunk.insert(strip(item.residual));
+    }
+    for (const ggml_tensor * t : find_writes(nodes)) {
+        const ggml_tensor * memory = root_of(t);
+        if (is_kv_cache(memory) || is_state_cache(memory)) {
+            const cone written = cone_of(t, trunk);
+            covered.insert(written.weights.begin(), written.weights.end());
+        }
+    }
+    for (const ggml_tensor * t : nodes) {
+        for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            const ggml_tensor * w = t->src[k] ? root_of(t->src[k]) : nullptr;
+            if (w && layer_of_weight(w) >= 0 && !covered.count(w)) {
+                reason = std::string(w->name) + " belongs to no sublayer";
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+} // namespace
+
+std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason) {
+    return finder(res).run(reason);
+}
+
+bool knapspec_prune(
+        llm_graph_result                 & res,
+        const std::vector<knapspec_item> & items,
+        const std::vector<int32_t>       & modes,
+        std::string                      & reason) {
+    ggml_cgraph * gf = res.gf;
+
+    // from a skipped addition to what stands for it; a chain of skips resolves to the first residual kept
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> stand_in;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (modes[i] == KNAPSPEC_MODE_SKIP) {
+            auto it = stand_in.find(items[i].residual);
+            stand_in[items[i].add] = it == stand_in.end() ? items[i].residual : it->second;
+        }
+    }
+    const auto resolve = [&](ggml_tensor *& t) {
+        if (t) {
+            auto it = stand_in.find(t);
+            if (it != stand_in.end()) {
+                t = it->second;
+            }
+        }
+    };
+
+    const std::vector<ggml_tensor *> nodes  = nodes_of(gf);
+    const std::vector<ggml_tensor *> writes = find_writes(nodes);
+    const std::vector<ggml_tensor *> leafs(gf->leafs, gf->leafs + gf->n_leafs);
+
+    for (ggml_tensor * t : nodes) {
+        for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            resolve(t->src[k]);
+        }
+        if (t->view_src && stand_in.count(t->view_src)) {
+            ggml_tensor * base = stand_in.at(t->view_src);
+            // strides of a view were taken from the addition, which is contiguous
+            if (!ggml_is_contiguous(base) || !ggml_are_same_shape(base, t->view_src)) {
+                reason = std::string("a view of ") + t->view_src->name + " cannot be moved";
+                return false;
+            }
+            t->view_offs += base->view_src ? base->view_offs : 0;
+            t->view_src   = base->view_src ? base->view_src  : base;
+        }
+    }
+    resolve(res.t_embd);
+    resolve(res.t_h_nextn);
+    for (ggml_tensor *& t : res.t_layer_inp) {
+        resolve(t);
+    }
+
+    // what the outputs need
+    tensor_set keep;
+    tensor_set read; // memory read by kept nodes
+    const auto need = [&](ggml_tensor * output) {
+        std::vector<ggml_tensor *> stack = { output };
+        while (!stack.empty()) {
+            ggml_tensor * t = stack.back();
+            stack.pop_back();
+            if (!t || !keep.insert(t).second) {
+                continue;
+            }
+            for (int k = 0; k < GGML_MAX_SRC; ++k) {
+                if (t->src[k]) {
+                    read.insert(root_of(t->src[k]));
+                    stack.push_back(t->src[k]);
+                }
+            }
+            stack.push_back(t->view_src);
+        }
+    };
+    for (ggml_tensor * t : nodes) {
+        if (t->flags & GGML_TENSOR_FLAG_OUTPUT) {
+            need(t);
+        }
+    }
+    need(res.t_logits);
+    need(res.t_embd);
+    need(res.t_embd_pooled);
+
+    // A write into a layer's cache is kept while something kept reads that cache (layers may share one); a write elsewhere
+    // is always kept.
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (ggml_tensor * t : writes) {
+            const ggml_tensor * memory = root_of(t);
+            const bool is_cache = is_kv_cache(memory) || is_state_cache(memory);
+            if (!keep.count(t) && (!is_cache || read.count(memory))) {
+                need(t);
+                changed = true;
+            }
+        }
+    }
+
+    ggml_graph_clear(gf);
+    // inputs stay allocated although nothing may read them: llama.cpp fills each of them before every computation
+    for (ggml_tensor * t : leafs) {
+        if (t->flags & GGML_TENSOR_FLAG_INPUT) {
+            ggml_build_forward_expand(gf, t);
+        }
+    }
+    for (ggml_tensor * t : nodes) {
+        if (keep.count(t)) {
+            ggml_build_forward_expand(gf, t);
+        }
+    }
+    return true;
+}

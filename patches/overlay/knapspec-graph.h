@@ -1,0 +1,36 @@
+// Recognise the residual additions of a built graph, and prune those a plan leaves out.
+//
+// Knows ggml tensors only: no context, no scheduler, no architecture.
+#pragma once
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+class llm_graph_result;
+
+struct knapspec_sublayer_info {
+    int32_t layer;
+    int32_t kind; // enum knapspec_kind
+
+    bool operator==(const knapspec_sublayer_info & other) const { return layer == other.layer && kind == other.kind; }
+};
+
+struct knapspec_item {
+    ggml_tensor * add;      // the residual addition
+    ggml_tensor * residual; // its operand that stays when the sublayer is skipped
+    knapspec_sublayer_info info;
+};
+
+// The sublayers of a graph in execution order. Empty, with a reason, if any part of the network is not covered by them.
+std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason);
+
+// Rewire the graph so that every item with skip[i] != 0 is passed over, and drop what nothing needs any more.
+// Returns false, with a reason, and leaves the graph unusable if that is impossible.
+bool knapspec_prune(
+        llm_graph_result                 & res,
+        const std::vector<knapspec_item> & items,
+        const std::vector<int32_t>       & modes,
+        std::string                      & reason);

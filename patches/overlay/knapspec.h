@@ -1,0 +1,112 @@
+// knapspec: sublayer plans for llama.cpp. The C interface that knapspec-edge binds with ctypes.
+//
+// All functions are additions; no public struct or signature of llama.cpp changes. A context without a plan behaves
+// exactly as in the unpatched library.
+#pragma once
+
+#include "llama.h"
+
+#include <stdint.h>
+
+// Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
+#define KNAPSPEC_ABI 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// what a sublayer is made of
+enum knapspec_kind {
+    KNAPSPEC_KIND_ATTENTION = 0,
+    KNAPSPEC_KIND_MLP       = 1,
+    KNAPSPEC_KIND_BLOCK     = 2, // attention and MLP behind one residual addition (parallel residual)
+    KNAPSPEC_KIND_RECURRENT = 3, // state-space or linear-attention mixer
+};
+
+// how a sublayer takes part; values above SKIP are reserved for windowed attention
+enum knapspec_mode {
+    KNAPSPEC_MODE_FULL = 0,
+    KNAPSPEC_MODE_SKIP = 1,
+};
+
+// return codes of knapspec_eval, next to those of llama_decode (1: no slot, 2: aborted, < 0: failed)
+enum knapspec_status {
+    KNAPSPEC_OK           =   0,
+    KNAPSPEC_NO_SLOT      =   1,
+    KNAPSPEC_ABORTED      =   2,
+    KNAPSPEC_BAD_ARGUMENT = -10,
+    KNAPSPEC_BAD_LOGITS   = -11, // a row without any finite logit
+};
+
+struct knapspec_graph_stats {
+    int64_t n_builds;   // graphs built and allocated
+    int64_t n_reuses;   // graphs computed again as they were
+    int64_t n_evicted;  // kept graphs given up for newer ones
+    int64_t n_nodes;    // nodes of the graph that was computed last
+    int64_t n_kept;     // graphs kept now
+};
+
+// how a token is picked from a row of logits
+struct knapspec_sampling {
+    float    temperature; // <= 0: argmax
+    float    min_p;       // drop tokens less probable than min_p times the most probable one (at temperature 1); 0: off
+    uint64_t seed;
+};
+
+LLAMA_API int32_t knapspec_abi(void);
+
+// Recognised sublayers in execution order. A negative count means that the architecture is not recognised;
+// knapspec_refusal then says why (valid until the context is freed, empty otherwise).
+LLAMA_API int32_t      knapspec_n_sublayers(struct llama_context * ctx);
+LLAMA_API const char * knapspec_refusal    (struct llama_context * ctx);
+LLAMA_API int32_t      knapspec_sublayer   (struct llama_context * ctx, int32_t i, int32_t * layer, int32_t * kind);
+
+// One mode per sublayer for all following llama_decode calls of this context; n = 0 returns to the full model.
+// Works on any context, also one that belongs to a llama_cpp.Llama object. Returns 0, or KNAPSPEC_BAD_ARGUMENT for a
+// wrong length or an unknown mode; the previous plan then stays.
+LLAMA_API int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
+
+// Keep up to n allocated graphs alive, one per (plan, tokens, outputs). 0: only llama.cpp's own.
+LLAMA_API void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
+LLAMA_API void knapspec_get_graph_stats(struct llama_context * ctx, struct knapspec_graph_stats * out);
+
+// Append n_tokens to sequence 0 at positions pos .. pos+n_tokens-1 under the current plan, compute logits for the last
+// n_outputs of them, and pick one token per output row: the token after position pos + n_tokens - n_outputs + row.
+// tokens_out, probs_out and margins_out hold n_outputs entries.
+LLAMA_API int32_t knapspec_eval(
+        struct llama_context           * ctx,
+        const llama_token              * tokens,
+        int32_t                          n_tokens,
+        llama_pos                        pos,
+        int32_t                          n_outputs,
+        const struct knapspec_sampling * sampling,
+        llama_token                    * tokens_out,
+        float                          * probs_out,
+        float                          * margins_out);
+
+// Pick from one row of logits, the function knapspec_eval uses. `position` is the position of the picked token.
+LLAMA_API int32_t knapspec_pick(
+        const float                    * logits,
+        int32_t                          n_vocab,
+        const struct knapspec_sampling * sampling,
+        int64_t                          position,
+        llama_token                    * token_out,
+        float                          * prob_out,
+        float                          * margin_out);
+
+// Make the running (or the next) computation of this context return KNAPSPEC_ABORTED. Safe from any thread.
+LLAMA_API void knapspec_interrupt      (struct llama_context * ctx);
+LLAMA_API void knapspec_interrupt_clear(struct llama_context * ctx);
+// While guarded, SIGINT interrupts the computation of this context and then runs the handler that was there before.
+// One context at a time; returns 0 or KNAPSPEC_BAD_ARGUMENT.
+LLAMA_API int32_t knapspec_sigint_guard(struct llama_context * ctx, bool enable);
+
+// Log lines of llama.cpp and ggml: those of at least `level` go to standard error (GGML_LOG_LEVEL_NONE: none do), the
+// latest error line is kept.
+LLAMA_API void    knapspec_log_install(int32_t level);
+LLAMA_API int32_t knapspec_last_error (char * buf, int32_t size); // returns its length, 0 if there was none
+LLAMA_API void    knapspec_clear_error(void);
+
+#ifdef __cplusplus
+}
+#endif
