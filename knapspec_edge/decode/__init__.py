@@ -1,0 +1,1 @@
+"""Decoding on token ids: the draft-verify loop, the session around it, statistics, the guard."""

@@ -1,0 +1,231 @@
+"""A sequence over many generations: knows which ids are in the KV cache and reuses them.
+
+Token ids only. Whatever ends a generation (limit, end token, close, interrupt, error),
+`Session.ids` equals what is in the cache afterwards, and the next generation starts from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+from ..backend import Backend
+from ..errors import ContextError, PlanError, RollbackError, UsageError
+from ..records import Draft, Sampling, Stats, TokenEvent
+from .guard import SpeedGuard
+from .loop import Clock, Loop, Progress
+from .rollback import rewind
+
+
+class Generation:
+    """Iterator over the tokens of one answer, with its statistics.
+
+    Closing it early (also by leaving a `with` block, or by starting the next generation) cuts cache
+    and statistics to the tokens that were read. Interrupted is raised out of the iteration after
+    that has been done: every token read before stays valid and `stats` is complete.
+    """
+
+    def __init__(self, events: Iterator[TokenEvent], stats: Stats) -> None:
+        self.stats = stats
+        self._events = events
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    def close(self, finish_reason: str | None = None) -> None:
+        """Stop here. `finish_reason` is recorded unless the generation had ended by itself."""
+        close = getattr(self._events, "close", None)
+        if close is not None:
+            close()
+        if self.stats.finish_reason is None:
+            self.stats.finish_reason = finish_reason
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Session:
+    """One backend, one sequence, one generation at a time."""
+
+    def __init__(self, backend: Backend, *, clock: Clock = time.perf_counter) -> None:
+        rewind(backend, 0)
+        self._backend = backend
+        self._clock = clock
+        self._ids: list[int] = []
+        self._current: Generation | None = None
+        self._lost = False  # the cache could not be brought into a known state
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Token ids in the KV cache, in order."""
+        return tuple(self._ids)
+
+    @property
+    def n_ctx(self) -> int:
+        return self._backend.n_ctx
+
+    def reset(self) -> None:
+        """Forget everything. Raises RollbackError if the cache does not empty."""
+        self._end_current()
+        rewind(self._backend, 0)
+        self._ids = []
+        self._lost = False
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        sampling: Sampling | None = None,
+        draft: Draft | None = None,
+        max_tokens: int | None = None,
+        is_end: Callable[[int], bool] | None = None,
+        progress: Progress | None = None,
+        guard: SpeedGuard | None = None,
+        reuse: bool = True,
+    ) -> Generation:
+        """Answer to the whole prompt; the longest prefix that the cache holds is not computed again.
+
+        `draft` None (or with max_tokens 0) is plain decoding without any draft work. `max_tokens`
+        None means up to the end of the context; prompt and answer together never exceed n_ctx
+        tokens. `guard` is for auto mode: it may go on plainly in the middle. `reuse` False computes
+        the prompt from its first token, so that batch shapes do not depend on what came before.
+        `progress(done, total)` counts the prompt tokens that had to be computed.
+
+        Raises at once: ContextError if the prompt leaves no room, PlanError if the draft cannot be
+        honoured, UsageError for a limit below 1 or an empty prompt. Raises while iterating:
+        Interrupted, RollbackError, NativeError.
+        """
+        prompt = list(prompt_ids)
+        self._check(prompt, draft, max_tokens)
+        self._end_current()
+        room = self._backend.n_ctx - len(prompt)
+        limit = room if max_tokens is None else min(max_tokens, room)
+        stats = Stats(prompt_tokens=len(prompt))
+        loop_draft = draft if draft is not None and draft.max_tokens > 0 else None
+        events = self._run(
+            prompt,
+            limit,
+            stats,
+            reuse,
+            progress,
+            sampling=sampling or Sampling(),
+            draft=loop_draft,
+            is_end=is_end or self._backend.is_end,
+            guard=guard,
+        )
+        self._current = Generation(events, stats)
+        return self._current
+
+    def _run(
+        self,
+        prompt: list[int],
+        limit: int,
+        stats: Stats,
+        reuse: bool,
+        progress: Progress | None,
+        *,
+        sampling: Sampling,
+        draft: Draft | None,
+        is_end: Callable[[int], bool],
+        guard: SpeedGuard | None,
+    ) -> Iterator[TokenEvent]:
+        backend = self._backend
+        try:
+            cached = self._reuse(prompt) if reuse else self._forget()
+        except Exception:
+            self._recover()
+            raise
+        stats.cached_tokens = cached
+        if guard is not None:
+            guard.begin()
+        loop = Loop(
+            backend,
+            sampling=sampling,
+            draft=draft,
+            is_end=is_end,
+            stats=stats,
+            guard=guard,
+            clock=self._clock,
+        )
+        try:
+            yield from loop.run(prompt[cached:], limit, progress)
+        except RollbackError:
+            self._recover()
+            raise
+        finally:
+            self._ids = (prompt + loop.emitted)[: backend.n_past]
+
+    def _reuse(self, prompt: list[int]) -> int:
+        """Cut the cache to the longest prefix it shares with the prompt; its length."""
+        shared = 0
+        # The last prompt token is computed again in any case: its logits give the first pick.
+        for ours, theirs in zip(self._ids, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        try:
+            rewind(self._backend, shared)
+        except RollbackError:
+            # A state that cannot be cut (recurrent models) can still be started afresh.
+            return self._forget()
+        return shared
+
+    def _forget(self) -> int:
+        rewind(self._backend, 0)
+        self._ids = []
+        return 0
+
+    def _recover(self) -> None:
+        """After a failed cut nothing in the cache is trusted; empty it or refuse to go on."""
+        try:
+            self._forget()
+        except RollbackError:
+            self._lost = True
+
+    def _end_current(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def _check(self, prompt: list[int], draft: Draft | None, max_tokens: int | None) -> None:
+        backend = self._backend
+        if self._lost:
+            raise RollbackError(
+                "the KV cache could not be cut back earlier and its content is unknown; "
+                "open the model again"
+            )
+        if not prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if len(prompt) >= backend.n_ctx:
+            raise ContextError(
+                f"the prompt has {len(prompt)} tokens and leaves no room for an answer in the "
+                f"context of {backend.n_ctx}; raise --ctx or shorten the prompt"
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"--max-tokens is {max_tokens}; it has to be at least 1")
+        if draft is None:
+            return
+        if backend.refusal is not None:
+            raise PlanError(f"this model cannot speculate: {backend.refusal}; use --spec off")
+        if len(draft.plan.modes) != len(backend.sublayers):
+            raise PlanError(
+                f"the plan is for {len(draft.plan.modes)} sublayers, the model has "
+                f"{len(backend.sublayers)}; make a plan for this model"
+            )
+        if draft.max_tokens < 0 or not 0.0 <= draft.min_probability <= 1.0:
+            raise UsageError(
+                f"a draft of {draft.max_tokens} tokens with threshold {draft.min_probability} is "
+                "not possible; give a length of 0 or more and a threshold in 0..1"
+            )

@@ -1,0 +1,31 @@
+"""Shared fixtures: no test reads or writes the user's own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "native: needs the patched library")
+    config.addinivalue_line("markers", "model: needs a real model file")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+@pytest.fixture(autouse=True)
+def user_cache(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Path | None:
+    """An empty cache directory for each test. Tests marked `model` keep the shared one.
+
+    Model files are large and verified by digest, so fetching them again for each test would only
+    cost time.
+    """
+    if request.node.get_closest_marker("model") is not None:
+        return None
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("KNAPSPEC_EDGE_CACHE", str(folder))
+    return folder

@@ -1,0 +1,307 @@
+"""A toy language model behind the Backend seam, with a ledger of keys and a clock of its own.
+
+The model is a hash: the next token depends on the last few tokens only, so a naive twin can compute
+the right answer without any cache (tests/naive.py). The backend keeps what a real one keeps, and
+checks on every pass what a real one cannot: that each position a sublayer attends to holds keys of
+the right token, written by the full model, or by the same plan within the same draft.
+
+Nothing sleeps. Each call advances a virtual clock by what it would cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knapspec_edge.errors import ContextError, Interrupted, RollbackError
+from knapspec_edge.records import Kind, ModeKind, Pick, Plan, Sampling, SubLayer
+
+TARGET = "target"
+
+
+def chance(*parts: object) -> float:
+    """A number in [0, 1) that depends on the parts only."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2.0**64
+
+
+class LedgerError(AssertionError):
+    """A pass attended to keys that are missing or are not its own."""
+
+
+def sublayers_of(n_layer: int, *, parallel: bool = False) -> tuple[SubLayer, ...]:
+    """Attention and MLP alternating, or one block per layer."""
+    if parallel:
+        return tuple(SubLayer(i, i, Kind.BLOCK) for i in range(n_layer))
+    kinds = (Kind.ATTENTION, Kind.MLP)
+    return tuple(SubLayer(i, i // 2, kinds[i % 2]) for i in range(2 * n_layer))
+
+
+@dataclass
+class ToyModel:
+    """Next-token distributions as a function of the tokens alone."""
+
+    n_vocab: int = 23
+    order: int = 3  # tokens the next one depends on
+    seed: int = 0
+    end_tokens: frozenset[int] = frozenset({0})
+    end_at: int | None = None  # at this position the target's pick is an end token
+    # chance that leaving out sublayer i changes a pick; independent from item to item
+    harm: dict[int, float] = field(default_factory=dict)
+    default_harm: float = 0.05
+
+    def logits(self, tokens: Sequence[int], plan: Plan | None) -> NDArray[np.float32]:
+        """Logits f32 [n_vocab] for the token after `tokens`."""
+        context = tuple(tokens[-self.order :])
+        position = len(tokens)
+        values = [6.0 * chance("logit", self.seed, context, t) for t in range(self.n_vocab)]
+        if self.end_tokens and self.end_at is not None:
+            for t in self.end_tokens:
+                values[t] = -5.0
+            if position == self.end_at:
+                values[min(self.end_tokens)] = 20.0
+        if plan is not None:
+            for i, mode in enumerate(plan.modes):
+                if mode.kind is ModeKind.FULL:
+                    continue
+                harm = self.harm.get(i, self.default_harm)
+                if chance("harm", self.seed, context, position, i, str(mode)) < harm:
+                    best = int(np.argmax(values))
+                    values[best] -= 6.0 * (0.3 + chance("depth", self.seed, context, i))
+        return np.array(values, dtype=np.float32)
+
+    def pick(self, tokens: Sequence[int], sampling: Sampling, plan: Plan | None) -> Pick:
+        """The pick for the position after `tokens`, by argmax or Gumbel-max."""
+        logits = self.logits(tokens, plan).astype(np.float64)
+        scores = logits
+        temperature = 1.0
+        if sampling.temperature > 0.0:
+            temperature = sampling.temperature
+            noise = [
+                -math.log(-math.log(chance("noise", sampling.seed, len(tokens), t) + 1e-300))
+                for t in range(self.n_vocab)
+            ]
+            scores = logits / temperature + np.array(noise)
+        token = int(np.argmax(scores))
+        ordered = np.sort(scores)
+        weights = np.exp((logits - logits.max()) / temperature)
+        return Pick(token, float(weights[token] / weights.sum()), float(ordered[-1] - ordered[-2]))
+
+
+@dataclass
+class Costs:
+    """Milliseconds. A pass of b tokens costs `1 + per_token * (b - 1)` steps."""
+
+    fixed_ms: float = 1.0
+    head_ms: float = 2.0
+    attention_ms: float = 0.5
+    attention_ms_per_1k: float = 0.2
+    mlp_ms: float = 0.7
+    per_token: float = 0.1
+
+    def step_ms(self, sublayers: Sequence[SubLayer], n_past: int, plan: Plan | None) -> float:
+        total = self.fixed_ms + self.head_ms
+        attention = self.attention_ms + self.attention_ms_per_1k * n_past / 1000.0
+        for i, sublayer in enumerate(sublayers):
+            if plan is not None and plan.modes[i].kind is ModeKind.SKIP:
+                continue
+            if sublayer.kind is not Kind.MLP:
+                total += attention
+            if sublayer.kind is not Kind.ATTENTION:
+                total += self.mlp_ms
+        return total
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a sublayer stored at one position."""
+
+    token: int
+    writer: str  # TARGET, or the draft's plan
+    epoch: int  # number of the draft it was written in
+
+
+class FakeBackend:
+    """Implements knapspec_edge.backend.Backend.
+
+    Failure injection: `fail_at[k] = exception` raises at the k-th call that computes (0-based),
+    leaving half of its tokens in the cache as an aborted native call does; `deaf_truncations` holds
+    the numbers of truncate calls that have no effect.
+    """
+
+    def __init__(
+        self,
+        model: ToyModel | None = None,
+        *,
+        n_layer: int = 4,
+        n_ctx: int = 256,
+        max_verify_tokens: int = 16,
+        costs: Costs | None = None,
+        refusal: str | None = None,
+        parallel: bool = False,
+        can_cut: bool = True,
+        slice_tokens: int = 8,
+    ) -> None:
+        self.model = model or ToyModel()
+        self.n_ctx = n_ctx
+        self.n_vocab = self.model.n_vocab
+        self.max_verify_tokens = max_verify_tokens
+        self.sublayers = () if refusal else sublayers_of(n_layer, parallel=parallel)
+        self.refusal = refusal
+        self.costs = costs or Costs()
+        self.can_cut = can_cut
+        self.slice_tokens = slice_tokens
+        self.settings: dict[str, Any] = {"threads": 2, "kv_type": "f16", "devices": ["toy"]}
+        self.now_ms = 0.0
+        self.log: list[tuple[str, Any]] = []  # (call, argument)
+        self.fail_at: dict[int, BaseException] = {}
+        self.deaf_truncations: set[int] = set()
+        self.on_call: Callable[[str], None] | None = None
+        self._calls = 0
+        self._truncations = 0
+        self._tokens: list[int] = []
+        # keys[sublayer][position]; MLPs store nothing, their entries only mark that they ran
+        self._keys: list[dict[int, Key]] = [{} for _ in range(max(1, len(self.sublayers)))]
+        self._epoch = 0
+        self._rows: list[NDArray[np.float32]] = []
+
+    # -- what the tests look at --------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Seconds of virtual time."""
+        return self.now_ms / 1000.0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the cache holds."""
+        return tuple(self._tokens)
+
+    def calls(self, name: str) -> list[Any]:
+        return [argument for call, argument in self.log if call == name]
+
+    def check_ledger(self) -> None:
+        """Every cached position has the target's keys of its own token in every sublayer."""
+        for sublayer, keys in enumerate(self._keys):
+            if set(keys) != set(range(len(self._tokens))):
+                raise LedgerError(f"sublayer {sublayer} holds positions {sorted(keys)}")
+            for position, token in enumerate(self._tokens):
+                key = keys[position]
+                if key.writer != TARGET or key.token != token:
+                    raise LedgerError(f"sublayer {sublayer}, position {position}: {key}")
+
+    # -- Backend -----------------------------------------------------------------------------------
+
+    @property
+    def n_past(self) -> int:
+        return len(self._tokens)
+
+    def is_end(self, token: int) -> bool:
+        return token in self.model.end_tokens
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Pick:
+        assert tokens
+        if self.n_past + len(tokens) > self.n_ctx:
+            raise ContextError("the prompt does not fit")
+        for start in range(0, len(tokens), self.slice_tokens):
+            piece = tokens[start : start + self.slice_tokens]
+            self._compute("prefill", piece, None)
+            if progress is not None:
+                progress(start + len(piece), len(tokens))
+        return self.model.pick(self._tokens, sampling, None)
+
+    def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
+        self._compute("decode", [token], plan)
+        return self.model.pick(self._tokens, sampling, plan)
+
+    def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
+        assert 1 <= len(tokens) <= self.max_verify_tokens
+        start = self.n_past
+        self._compute("verify", tokens, None)
+        ends = range(start + 1, start + len(tokens) + 1)
+        return [self.model.pick(self._tokens[:end], sampling, None) for end in ends]
+
+    def evaluate(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        start = self.n_past
+        self._compute("evaluate", tokens, plan)
+        ends = range(start + 1, start + len(tokens) + 1)
+        picks = [self.model.pick(self._tokens[:end], Sampling(), plan) for end in ends]
+        return (
+            np.array([p.token for p in picks], dtype=np.int32),
+            np.array([p.probability for p in picks], dtype=np.float32),
+        )
+
+    def truncate(self, n_tokens: int) -> None:
+        call = self._truncations
+        self._truncations += 1
+        self.log.append(("truncate", n_tokens))
+        if call in self.deaf_truncations:
+            return
+        if not self.can_cut and 0 < n_tokens < self.n_past:
+            raise RollbackError("this state cannot be cut")
+        del self._tokens[n_tokens:]
+        for keys in self._keys:
+            for position in [p for p in keys if p >= n_tokens]:
+                del keys[position]
+        self._epoch += 1
+
+    def logits(self, row: int = -1) -> NDArray[np.float32]:
+        return self._rows[row].copy()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _compute(self, call: str, tokens: Sequence[int], plan: Plan | None) -> None:
+        if self.on_call is not None:
+            self.on_call(call)
+        self.log.append((call, plan if call in ("decode", "evaluate") else tuple(tokens)))
+        if self.n_past + len(tokens) > self.n_ctx:
+            raise AssertionError(f"{call} beyond the context")
+        number = self._calls
+        self._calls += 1
+        step = self.costs.step_ms(self.sublayers, self.n_past, plan)
+        self.now_ms += step * (1.0 + self.costs.per_token * (len(tokens) - 1))
+        failure = self.fail_at.pop(number, None)
+        if failure is not None:
+            tokens = tokens[: len(tokens) // 2]
+        writer = TARGET if plan is None else repr(plan)
+        for token in tokens:
+            self._write(token, plan, writer)
+        self._rows = [
+            self.model.logits(self._tokens[:end], plan)
+            for end in range(self.n_past - len(tokens) + 1, self.n_past + 1)
+        ]
+        if failure is not None:
+            raise failure
+
+    def _write(self, token: int, plan: Plan | None, writer: str) -> None:
+        position = len(self._tokens)
+        self._tokens.append(token)
+        for i, keys in enumerate(self._keys):
+            if plan is not None and plan.modes[i].kind is ModeKind.SKIP:
+                continue
+            keys[position] = Key(token, writer, self._epoch)
+            for attended in range(position):
+                key = keys.get(attended)
+                if key is None:
+                    raise LedgerError(f"sublayer {i} attends to {attended}, which has no keys")
+                if key.token != self._tokens[attended]:
+                    raise LedgerError(f"sublayer {i}: stale keys at {attended}")
+                own = key.writer == writer and key.epoch == self._epoch
+                if key.writer != TARGET and not own:
+                    raise LedgerError(f"sublayer {i} attends to leftovers at {attended}: {key}")
+
+
+def interrupted() -> Interrupted:
+    return Interrupted("stopped by the user")
