@@ -28,7 +28,10 @@ if(NOT KNAPSPEC_EDGE_PRISTINE)
     target_sources(llama PRIVATE ${overlay})
     target_include_directories(llama PRIVATE "${KNAPSPEC_EDGE_OVERLAY}")
     # upstream joins the model files into few units; ours stay apart, so that an edit is quick
-    set_source_files_properties(${overlay} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    set_source_files_properties(${overlay} TARGET_DIRECTORY llama PROPERTIES
+        SKIP_UNITY_BUILD_INCLUSION ON
+        # the layout of a graph stands in a private header of ggml
+        INCLUDE_DIRECTORIES "${KNAPSPEC_EDGE_SOURCE_DIR}/ggml/src")
     # sources that extend the CPU backend itself
     file(GLOB overlay_cpu CONFIGURE_DEPENDS "${KNAPSPEC_EDGE_OVERLAY}/ggml-cpu/*.c*" "${KNAPSPEC_EDGE_OVERLAY}/ggml-cpu/*.h")
     if(overlay_cpu)
@@ -107,9 +110,3 @@ file(GENERATE OUTPUT "${CMAKE_BINARY_DIR}/_build_info.json" CONTENT
 ")
 install(FILES "${CMAKE_BINARY_DIR}/_build_info.json"
     DESTINATION "knapspec_edge/native" COMPONENT knapspec_edge)
-
-# Programs that the native tests need, built against these libraries.
-option(KNAPSPEC_EDGE_TEST_TOOLS "Build the tiny-model generator of the native tests" OFF)
-if(KNAPSPEC_EDGE_TEST_TOOLS)
-    add_subdirectory(tests/native/generator)
-endif()

@@ -1157,7 +1157,8 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     work = {"type": Path, "default": WORK, "metavar": "DIR", "help": f"work tree ({_relative(WORK)})"}
-    verb("fetch", _run_fetch, "get the pinned source archive and verify it")
+    sub = verb("fetch", _run_fetch, "get the pinned source archive and verify it")
+    sub.add_argument("--print-path", action="store_true", help="end with the path, alone on a line")
     sub = verb("apply", _run_apply, "make the work tree: pristine sources plus all patches")
     sub.add_argument("--work", **work)
     sub.add_argument("--force", action="store_true", help="discard what is in the work tree")
@@ -1189,6 +1190,8 @@ def _run_fetch(arguments: argparse.Namespace) -> None:
     archive = fetch(upstream)
     read_sources(archive, upstream.folder, upstream.commit)
     print(f"{archive}: SHA-256 and commit {upstream.commit[:9]} verified.")
+    if arguments.print_path:
+        print(archive.resolve())
 
 
 def _run_apply(arguments: argparse.Namespace) -> None:
