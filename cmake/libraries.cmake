@@ -78,7 +78,7 @@ install(FILES "${CMAKE_CURRENT_SOURCE_DIR}/models/manifest.toml"
 # What this build is, for `knapspec-edge doctor` and for the key of everything measured with it.
 set(options "")
 foreach(name IN ITEMS NATIVE OPENMP LLAMAFILE LTO BACKEND_DL CPU_ALL_VARIANTS METAL METAL_EMBED_LIBRARY
-        CUDA HIP VULKAN SYCL OPENCL RPC BLAS ACCELERATE)
+        CUDA HIP VULKAN SYCL OPENCL RPC BLAS)
     if(GGML_${name})
         list(APPEND options "\"GGML_${name}\"")
     endif()
