@@ -2,7 +2,8 @@
 
 Everything here is Python's standard library: it runs before anything is installed. What was built
 from which inputs stands in .venv/knapspec-edge.json, written last, so an interrupted set-up is
-simply taken up again. The package is installed editable: a change of Python sources needs no set-up.
+simply taken up again. The package is installed editable: a change of Python sources alone needs no
+set-up.
 """
 
 from __future__ import annotations
@@ -328,7 +329,9 @@ def build_requirements() -> list[str]:
 def install_build_tools(progress: Progress) -> None:
     execute(pip("install", *build_requirements()), progress)
     # cmake and ninja, where the system's are missing or too old
-    code = "from scikit_build_core.build import *; print(*get_requires_for_build_wheel(), sep='\\n')"
+    code = (
+        "from scikit_build_core.build import *; print(*get_requires_for_build_wheel(), sep='\\n')"
+    )
     output = execute([PYTHON, "-c", code], progress)
     missing = [line for line in output.splitlines() if re.match(r"(cmake|ninja)\b", line)]
     if missing:
@@ -448,17 +451,18 @@ def build_pristine(arguments: str) -> dict[str, str]:
         build = PRISTINE / "build"
         build.mkdir(parents=True, exist_ok=True)
         with progress.phase("Compiling llama.cpp without our patches, for comparison"):
-            command = ["cmake", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={PYTHON}"]
+            cmake = _tool("cmake")
+            command: list[str | Path] = [cmake, "-S", ROOT, "-B", build]
+            command += [f"-DPython_EXECUTABLE={PYTHON}", *arguments.split()]
             command += ["-DKNAPSPEC_EDGE_PRISTINE=ON", "-DKNAPSPEC_EDGE_TEST_TOOLS=ON"]
             if shutil.which("ninja", path=_path()):
                 command += ["-G", "Ninja"]
-            execute([_tool("cmake"), *command[1:], *arguments.split()], progress)
+            execute(command, progress)
             jobs = str(os.cpu_count() or 2)
-            execute([_tool("cmake"), "--build", build, "--config", "Release", "-j", jobs], progress)
+            execute([cmake, "--build", build, "--config", "Release", "-j", jobs], progress)
             shutil.rmtree(libraries, ignore_errors=True)
-            execute(
-                [_tool("cmake"), "--install", build, "--prefix", PRISTINE, "--config", "Release",
-                 "--component", "knapspec_edge"], progress)  # fmt: skip
+            command = [cmake, "--install", build, "--prefix", PRISTINE, "--config", "Release"]
+            execute([*command, "--component", "knapspec_edge"], progress)
         with progress.phase("Making a tiny model of every architecture"):
             make_tiny_models(build / "bin", models, progress)
         write_state(marker, {"inputs": wanted, "cmake_args": arguments})

@@ -20,9 +20,9 @@ def ensure():
         except OSError:
             continue
         sys.exit(subprocess.call([name] + sys.argv))
+    version = ".".join(str(part) for part in sys.version_info[:3])
     sys.stderr.write(
-        "knapspec-edge needs Python 3.10 or newer; this is %d.%d (%s). Install a newer one and run\n"
-        "  python3.12 %s\n"
-        % (sys.version_info[0], sys.version_info[1], sys.executable, os.path.relpath(sys.argv[0]))
+        "knapspec-edge needs Python 3.10 or newer, and this is " + version + ".\n"
+        "  Install a newer one and run: python3.12 " + os.path.relpath(sys.argv[0]) + "\n"
     )
     sys.exit(1)

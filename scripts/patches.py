@@ -285,9 +285,7 @@ def _parse_hunk(name: str, lines: Sequence[bytes], i: int) -> tuple[Hunk, int]:
     if i < len(lines) and lines[i].startswith(b"\\"):
         body[-1] = body[-1].removesuffix(b"\n")
         i += 1
-    elif (
-        i < len(lines) and lines[i][:1] in (b"+", b"-", b" ") and not lines[i].startswith(b"--")
-    ):
+    elif i < len(lines) and lines[i][:1] in (b"+", b"-", b" ") and not lines[i].startswith(b"--"):
         raise PatchError(f"{name}:{i + 1}: the hunk is longer than its header says")
     return Hunk(old_start, old_count, new_start, new_count, tuple(body)), i
 
@@ -527,7 +525,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def cache_folder() -> Path:
     """The user's cache for source archives, shared by all checkouts and all builds."""
-    override = os.environ.get("KNAPSPEC_EDGE_CACHE_DIR")
+    override = os.environ.get("KNAPSPEC_EDGE_CACHE")
     if override:
         return Path(override) / "sources"
     home = Path.home()
@@ -588,7 +586,7 @@ def _download(requirement: str, name: str | None, target: Path, pinned: Upstream
     except OSError as error:
         raise PatchError(
             f"cannot write the cache folder {target.parent}: {error.strerror}; "
-            "set KNAPSPEC_EDGE_CACHE_DIR to a folder you can write"
+            "set KNAPSPEC_EDGE_CACHE to a folder you can write"
         ) from None
     try:
         # The build back end of the archive is asked for its metadata only; it is already here, so
@@ -1156,7 +1154,12 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    work = {"type": Path, "default": WORK, "metavar": "DIR", "help": f"work tree ({_relative(WORK)})"}
+    work = {
+        "type": Path,
+        "default": WORK,
+        "metavar": "DIR",
+        "help": f"work tree ({_relative(WORK)})",
+    }
     sub = verb("fetch", _run_fetch, "get the pinned source archive and verify it")
     sub.add_argument("--print-path", action="store_true", help="end with the path, alone on a line")
     sub = verb("apply", _run_apply, "make the work tree: pristine sources plus all patches")
