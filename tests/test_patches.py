@@ -168,15 +168,8 @@ NEW_FILE = (
     b"diff --git a/n b/n\nnew file mode 100644\n--- /dev/null\n+++ b/n\n@@ -0,0 +1,2 @@\n+a\n+b\n"
 )
 DELETED = (
-    b"diff --git a/n b/n
-deleted file mode 100644
---- a/n
-+++ /dev/null
-"
-    b"@@ -1,2 +0,0 @@
--a
--b
-"
+    b"diff --git a/n b/n\ndeleted file mode 100644\n--- a/n\n+++ /dev/null\n"
+    b"@@ -1,2 +0,0 @@\n-a\n-b\n"
 )
 
 
