@@ -40,10 +40,10 @@ class Config:
     # online guard (auto only)
     guard_plain_rounds: int = 3  # plain steps that measure the speed speculation has to beat
     guard_interval_rounds: int = 64  # drafting rounds between two such measurements
-    guard_kept_steps: int = 9  # plain steps the reference is the median of
+    guard_kept_steps: int = 9  # plain steps (and rounds) that medians are taken of
     guard_slack: float = 0.02  # slower than plain by no more than this is not called a loss
     guard_loss_steps: float = 6.0  # plain steps an answer may lose before speculation is given up
-    guard_round_loss_steps: float = 2.0  # one stalled round counts no more than this
+    guard_stall: float = 2.0  # a round that takes longer than this times the usual was stalled
 
 
 DEFAULTS = Config()

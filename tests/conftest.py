@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "native: needs the patched library")
-    config.addinivalue_line("markers", "model: needs a real model file")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-
-
 @pytest.fixture(autouse=True)
 def user_cache(
     tmp_path_factory: pytest.TempPathFactory,

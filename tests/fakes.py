@@ -168,6 +168,8 @@ class FakeBackend:
         self._tokens: list[int] = []
         # keys[sublayer][position]; MLPs store nothing, their entries only mark that they ran
         self._keys: list[dict[int, Key]] = [{} for _ in range(max(1, len(self.sublayers)))]
+        # the target's own keys were found at all positions below: need not be looked at again
+        self._sound = [0] * len(self._keys)
         self._epoch = 0
         self._rows: list[NDArray[np.float32]] = []
 
@@ -255,6 +257,7 @@ class FakeBackend:
         for keys in self._keys:
             for position in [p for p in keys if p >= n_tokens]:
                 del keys[position]
+        self._sound = [min(n, n_tokens) for n in self._sound]
         self._epoch += 1
 
     def logits(self, row: int = -1) -> NDArray[np.float32]:
@@ -292,7 +295,7 @@ class FakeBackend:
             if plan is not None and plan.modes[i].kind is ModeKind.SKIP:
                 continue
             keys[position] = Key(token, writer, self._epoch)
-            for attended in range(position):
+            for attended in range(self._sound[i], position):
                 key = keys.get(attended)
                 if key is None:
                     raise LedgerError(f"sublayer {i} attends to {attended}, which has no keys")
@@ -301,6 +304,8 @@ class FakeBackend:
                 own = key.writer == writer and key.epoch == self._epoch
                 if key.writer != TARGET and not own:
                     raise LedgerError(f"sublayer {i} attends to leftovers at {attended}: {key}")
+                if key.writer == TARGET and attended == self._sound[i]:
+                    self._sound[i] += 1  # stays so until it is cut
 
 
 def interrupted() -> Interrupted:

@@ -24,6 +24,7 @@ class SpeedGuard:
     def __init__(self, config: Config = DEFAULTS) -> None:
         self._config = config
         self._plain_ms: deque[float] = deque(maxlen=config.guard_kept_steps)
+        self._round_ms: deque[float] = deque(maxlen=config.guard_kept_steps)
         self._allowance_steps = config.guard_loss_steps
         self._spec_rounds = 0
         # Why speculation was given up in this answer: one line, or None.
@@ -62,6 +63,7 @@ class SpeedGuard:
             return
         if self._skip_spec:
             self._skip_spec = False
+            self._round_ms.append(elapsed_ms)
             return
         step_ms = statistics.median(self._plain_ms)
         if step_ms <= 0.0:
@@ -69,13 +71,13 @@ class SpeedGuard:
         self._spec_ms += elapsed_ms
         self._spec_tokens += tokens
         self._spec_rounds += 1
-        loss = elapsed_ms / step_ms - tokens * (1.0 + config.guard_slack)
+        # A stall of the machine is no property of the plan.
+        self._round_ms.append(elapsed_ms)
+        usual_ms = min(elapsed_ms, config.guard_stall * statistics.median(self._round_ms))
+        loss = usual_ms / step_ms - tokens * (1.0 + config.guard_slack)
         # Gains are banked only up to what a whole answer may lose, else a change of the text would
         # be noticed too late.
-        self._loss_steps = max(
-            -config.guard_loss_steps,
-            self._loss_steps + min(loss, config.guard_round_loss_steps),
-        )
+        self._loss_steps = max(-config.guard_loss_steps, self._loss_steps + loss)
         if self._loss_steps > self._allowance_steps:
             self.stopped = (
                 f"speculation stopped after {self._spec_rounds} rounds: it ran at "

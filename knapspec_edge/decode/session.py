@@ -95,7 +95,7 @@ class Session:
         guard: SpeedGuard | None = None,
         reuse: bool = True,
     ) -> Generation:
-        """Answer to the whole prompt; the longest prefix that the cache holds is not computed again.
+        """Answer to the whole prompt; the longest prefix already in the cache is kept.
 
         `draft` None (or with max_tokens 0) is plain decoding without any draft work. `max_tokens`
         None means up to the end of the context; prompt and answer together never exceed n_ctx

@@ -1,0 +1,1 @@
+"""What a forward pass costs on this machine: measured, kept, predicted."""

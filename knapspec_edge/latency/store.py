@@ -1,0 +1,98 @@
+"""Keeps measurements in the user's cache folder, one JSON file per key.
+
+The store knows nothing about what it keeps. A file that is damaged, of another version or of
+another key counts as absent, with one warning line; so does a folder that cannot be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FORMAT = "knapspec-edge measurement"
+VERSION = 1
+
+Warn = Callable[[str], None]
+
+
+def default_folder() -> Path:
+    """`KNAPSPEC_EDGE_CACHE` or the platform's cache folder, below it `measurements`."""
+    base = os.environ.get("KNAPSPEC_EDGE_CACHE")
+    if base:
+        return Path(base).expanduser() / "measurements"
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("knapspec-edge", appauthor=False)) / "measurements"
+
+
+class Store:
+    """Measurements by key. A key is a flat mapping of what the result depends on."""
+
+    def __init__(self, folder: Path | None = None, *, warn: Warn | None = None) -> None:
+        self.folder = folder if folder is not None else default_folder()
+        self._warn = warn or logging.getLogger(__name__).warning
+
+    def path(self, key: Mapping[str, Any]) -> Path:
+        digest = hashlib.sha256(_canonical(key).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+    def load(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What was saved under this key, or None."""
+        path = self.path(key)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"cannot read {path} ({error.strerror}); measuring again")
+            return None
+        except (ValueError, RecursionError):
+            self._warn(f"{path} is damaged; measuring again")
+            return None
+        if (
+            not isinstance(data, dict)
+            or data.get("format") != FORMAT
+            or data.get("version") != VERSION
+            or data.get("key") != json.loads(_canonical(key))
+            or not isinstance(data.get("content"), dict)
+        ):
+            self._warn(f"{path} is not a measurement of this model and setting; measuring again")
+            return None
+        content: dict[str, Any] = data["content"]
+        return content
+
+    def save(self, key: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+        """Write atomically; False with one warning where that is not possible."""
+        path = self.path(key)
+        known = json.loads(_canonical(key))
+        data = {"format": FORMAT, "version": VERSION, "key": known, "content": dict(content)}
+        temporary: str | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new-", suffix=".json")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary is not None:
+                with suppress(OSError):
+                    os.unlink(temporary)
+            self._warn(
+                f"cannot keep the measurement in {self.folder} ({error.strerror}); "
+                "it will be repeated next time"
+            )
+            return False
+        return True
+
+
+def _canonical(key: Mapping[str, Any]) -> str:
+    return json.dumps(dict(key), sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,722 @@
+"""Measuring, searching and deciding, on the toy model and its virtual clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+
+import naive
+import pytest
+from fakes import Costs, FakeBackend, ToyModel, interrupted, sublayers_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knapspec_edge.config import Config
+from knapspec_edge.decode.guard import SpeedGuard
+from knapspec_edge.decode.session import Session
+from knapspec_edge.errors import ContextError, Interrupted, NativeError, PlanError, UsageError
+from knapspec_edge.latency.measure import (
+    Profile,
+    Timing,
+    choose_effort,
+    evaluate_plans,
+    measure,
+    measure_round,
+    shorten,
+)
+from knapspec_edge.latency.model import LatencyModel
+from knapspec_edge.latency.store import Store, default_folder
+from knapspec_edge.records import SKIP, Draft, Kind, Mode, ModeKind, Plan
+from knapspec_edge.search import plan_file
+from knapspec_edge.search.acceptance import judge
+from knapspec_edge.search.knapsack import Option, solve
+from knapspec_edge.search.planner import candidate_plans, decide, measurement_key
+from knapspec_edge.search.throughput import (
+    can_pay,
+    expected_tokens,
+    expected_tokens_geometric,
+    loss,
+    replay,
+    tokens_per_ms,
+)
+
+CALIBRATION = [1 + (7 * i * i) % 22 for i in range(300)]
+CONFIG = Config()
+# Cheap verification and harmless skips: speculation pays.
+FAST = Costs(fixed_ms=0.2, head_ms=0.3, attention_ms=1.0, mlp_ms=1.0, per_token=0.02)
+# A pass over b tokens costs nearly b steps: it cannot.
+SLOW = Costs(per_token=0.9)
+
+
+def toy(
+    costs: Costs = FAST, harm: dict[int, float] | None = None, n_layer: int = 6, **options: object
+) -> FakeBackend:
+    model = ToyModel(end_tokens=frozenset(), default_harm=0.01, harm=harm or {})
+    return FakeBackend(model, n_layer=n_layer, n_ctx=1024, costs=costs, **options)  # type: ignore[arg-type]
+
+
+def decide_for(backend: FakeBackend, store: Store | None = None, config: Config = CONFIG):
+    return decide(backend, "toy", CALIBRATION, config, store, clock=backend.clock)
+
+
+class TestThroughput:
+    @given(st.lists(st.floats(0, 1), max_size=8))
+    def test_expected_tokens_equals_enumeration(self, acceptance: list[float]) -> None:
+        assert expected_tokens(acceptance) == pytest.approx(
+            naive.tokens_per_round_enumerated(acceptance)
+        )
+
+    def test_expected_tokens_equals_dice(self) -> None:
+        acceptance = [0.9, 0.8, 0.7, 0.5]
+        thrown = naive.tokens_per_round(acceptance, 40_000, seed=1)
+        assert expected_tokens(acceptance) == pytest.approx(thrown, rel=0.02)
+
+    @given(st.floats(0, 1), st.integers(0, 12))
+    def test_geometric_is_the_same_with_equal_places(self, alpha: float, gamma: int) -> None:
+        assert expected_tokens_geometric(alpha, gamma) == pytest.approx(
+            expected_tokens([alpha] * gamma), rel=1e-6
+        )
+
+    def test_tokens_per_ms_of_a_known_round(self) -> None:
+        # 3 drafted at 2 ms, verification 5 ms, 3.3 tokens: 3.3 tokens in 11 ms
+        assert tokens_per_ms(3.3, 3, 2.0, 5.0) == pytest.approx(0.3)
+
+    @settings(max_examples=300)
+    @given(st.floats(0.01, 0.999), st.floats(0.01, 1.5), st.floats(0.0, 1.0))
+    def test_break_even(self, alpha: float, c: float, s: float) -> None:
+        """α > c + s exactly where some γ beats plain decoding, with t_verify(b) = 1 + s(b - 1)."""
+        best = max(
+            tokens_per_ms(expected_tokens_geometric(alpha, g), g, c, 1.0 + s * g)
+            for g in range(1, 60)
+        )
+        if abs(alpha - c - s) > 1e-6:
+            assert (best > 1.0) == can_pay(alpha, c, s)
+
+    @given(
+        st.lists(st.tuples(st.booleans(), st.floats(0, 1)), min_size=1, max_size=30),
+        st.integers(1, 8),
+        st.floats(0, 1),
+    )
+    def test_replay_stays_within_what_a_round_can_do(self, rows, gamma, threshold) -> None:
+        agree, probability = [a for a, _ in rows], [p for _, p in rows]
+        result = replay(agree, probability, gamma, threshold, 1.0, lambda b: 2.0 + b)
+        if len(rows) < gamma:
+            assert result is None
+            return
+        assert result is not None
+        assert 1.0 <= result.drafted_per_round <= gamma
+        assert 1.0 <= result.tokens_per_round <= result.drafted_per_round + 1.0
+        assert result.tokens_per_round <= expected_tokens(result.acceptance) + 1e-9 or threshold > 0
+        spent = result.drafted_per_round * 2.0 + 3.0  # draft at 1 ms each, verification 2 + (d + 1)
+        assert result.ms_per_token == pytest.approx(spent / result.tokens_per_round)
+
+    def test_replay_by_hand(self) -> None:
+        result = replay([True, False, True], [0.9, 0.9, 0.1], 2, 0.5, 1.0, lambda b: float(b))
+        # from 0: two drafted, one right; from 1: two drafted (the second doubtful), none right
+        assert result is not None
+        assert result.tokens_per_round == 1.5
+        assert result.drafted_per_round == 2.0
+        assert result.ms_per_token == pytest.approx((5.0 + 5.0) / 3.0)
+        assert result.acceptance == (0.5, 0.0)
+
+    def test_losses_add_up_to_a_product(self) -> None:
+        assert math.exp(-(loss(0.9, 10**6) + loss(0.8, 10**6))) == pytest.approx(0.72, rel=1e-4)
+        assert loss(1.0, 48) > loss(1.0, 1000) > 0.0
+        assert loss(0.0, 48) < math.inf
+
+
+options = st.lists(
+    st.builds(Option, st.integers(0, 6), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 2.5])),
+    min_size=1,
+    max_size=3,
+)
+
+
+class TestKnapsack:
+    @settings(max_examples=200)
+    @given(st.lists(options, max_size=6))
+    def test_equals_brute_force_for_every_saving(self, items: list[list[Option]]) -> None:
+        expected = naive.knapsack([[(o.saving_units, o.loss) for o in item] for item in items])
+        found = solve(items)
+        assert {s.saving_units: pytest.approx(s.loss) for s in found} == expected
+        assert [s.saving_units for s in found] == sorted(expected)
+        for s in found:
+            chosen = [item[k] for item, k in zip(items, s.options, strict=True)]
+            assert sum(o.saving_units for o in chosen) == s.saving_units
+            assert sum(o.loss for o in chosen) == pytest.approx(s.loss)
+
+    def test_three_modes(self) -> None:
+        full, window, skip = Option(0, 0.0), Option(2, 0.1), Option(3, 0.5)
+        by_saving = {s.saving_units: s for s in solve([[full, window, skip]] * 2)}
+        assert by_saving[4].options == (1, 1)
+        assert by_saving[5].loss == pytest.approx(0.6)
+        assert by_saving[6].options == (2, 2)
+        assert 1 not in by_saving
+
+    def test_nonsense_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="without options"):
+            solve([[]])
+        with pytest.raises(ValueError, match="0 or more"):
+            solve([[Option(-1, 0.0)]])
+        with pytest.raises(ValueError, match="0 or more"):
+            solve([[Option(0, math.nan)]])
+
+
+class TestMeasurement:
+    def test_costs_are_what_the_model_costs(self) -> None:
+        costs = Costs(fixed_ms=1, head_ms=2, attention_ms=0.5, mlp_ms=0.7, per_token=0.3)
+        backend = toy(costs)
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        n = profile.context_tokens
+        step = costs.step_ms(backend.sublayers, n + 1, None)
+        assert profile.step.median_ms == pytest.approx(step, rel=1e-3)
+        attention = costs.attention_ms + costs.attention_ms_per_1k * n / 1000
+        assert profile.kinds["attention"].item_ms == pytest.approx(attention, rel=1e-2)
+        assert profile.kinds["mlp"].item_ms == pytest.approx(0.7, rel=1e-2)
+        assert profile.kinds["mlp"].count == 6
+        assert sorted(profile.verify) == list(range(1, 10))
+        for b, timing in profile.verify.items():
+            assert timing.median_ms == pytest.approx(step * (1 + 0.3 * (b - 1)), rel=1e-2)
+
+    def test_the_latency_model_predicts_plans_it_was_not_fitted_on(self) -> None:
+        backend = toy()
+        model = LatencyModel(measure(backend, CALIBRATION, clock=backend.clock), backend.sublayers)
+        for skipped in ([0], [1, 3], [0, 2, 4, 5], list(range(12))):
+            plan = Plan.skipping(12, skipped)
+            real = FAST.step_ms(backend.sublayers, 257, plan)
+            assert model.draft_ms(plan) == pytest.approx(real, rel=0.01)
+        with pytest.raises(ValueError, match="not measured"):
+            model.verify_ms(10)
+
+    def test_agreement_finds_the_harmful_items(self) -> None:
+        backend = toy(harm={1: 0.9, 10: 0.4})
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        by_index = {i.index: i.agreement for i in profile.items}
+        assert len(by_index) == 12
+        assert by_index[1] < 0.4
+        assert 0.3 < by_index[10] < 0.85
+        assert all(a > 0.85 for i, a in by_index.items() if i not in (1, 10))
+        assert profile.batch_agreement == 1.0
+
+    def test_the_window_is_the_targets_own_text(self) -> None:
+        backend = toy()
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        expected, _ = naive.plain(
+            backend.model, list(profile.prompt), len(profile.window), naive.Sampling()
+        )
+        assert list(profile.window) == expected
+        assert len(profile.window) == CONFIG.measure_window_tokens
+        assert profile.context_tokens == CONFIG.measure_context_tokens
+
+    def test_single_agreements_equal_a_naive_count(self) -> None:
+        backend = toy(harm={3: 0.5})
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        text = [*profile.prompt]
+        same = 0
+        for token in profile.window:
+            text.append(token)
+            plan = Plan.skipping(12, [3])
+            ours = backend.model.pick(text, naive.Sampling(), plan).token
+            same += ours == backend.model.pick(text, naive.Sampling(), None).token
+        assert profile.items[3].agreement == pytest.approx(same / len(profile.window))
+
+    @pytest.mark.parametrize("step_factor", [0.2, 2, 10, 100])
+    def test_a_slow_model_is_measured_less_and_the_record_says_so(self, step_factor: float) -> None:
+        costs = Costs(*(x * step_factor for x in (0.5, 1.0, 0.3, 0.1, 0.4)), per_token=0.3)
+        backend = toy(costs, n_layer=20)
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        full = FakeBackend(costs=costs, n_layer=20).costs.step_ms(backend.sublayers, 256, None)
+        if step_factor == 0.2:
+            assert profile.notes == ()
+            assert profile.elapsed_ms < profile.budget_ms
+        else:
+            assert profile.notes
+            assert len(profile.window) < CONFIG.measure_window_tokens
+        if step_factor >= 10:
+            probed = [i for i in profile.items if i.probed]
+            assert len(probed) < len(profile.items) == 40
+            assert {0, 1, 2, 3, 38, 39} <= {i.index for i in probed}
+            assert any("interpolated" in note for note in profile.notes)
+        # However slow: no more than a few hundred steps.
+        assert profile.elapsed_ms < max(profile.budget_ms, 400 * full)
+
+    def test_less_effort_for_slower_models_in_the_promised_order(self) -> None:
+        efforts = [choose_effort(ms, 0.2 * ms, 60, 10_000, 9, CONFIG) for ms in (2, 10, 30, 100)]
+        assert [e.window_tokens for e in efforts] == sorted(
+            (e.window_tokens for e in efforts), reverse=True
+        )
+        assert [e.probe_stride for e in efforts] == sorted(e.probe_stride for e in efforts)
+        assert efforts[0].probe_stride == 1
+        assert efforts[0].window_tokens == 48
+        assert efforts[-1].probe_stride > 1
+        assert efforts[-1].window_tokens == 12
+
+    def test_interpolated_values_lie_between_their_neighbours(self) -> None:
+        backend = toy(Costs(100, 100, 50, 0, 50, 0.3), n_layer=20, harm={0: 0.95, 1: 0.95})
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        guessed = [i for i in profile.items if not i.probed]
+        assert guessed
+        for item in guessed:
+            kin = [
+                i.agreement
+                for i in profile.items
+                if i.probed and i.index % 2 == item.index % 2 and abs(i.index - item.index) < 16
+            ]
+            assert min(kin) <= item.agreement <= max(kin)
+
+    def test_progress_rises_to_the_end(self) -> None:
+        backend = toy()
+        seen: list[float] = []
+        decide(backend, "toy", CALIBRATION, CONFIG, None, seen.append, clock=backend.clock)
+        assert seen == sorted(seen)
+        assert seen[0] < 0.2
+        assert seen[-1] == 1.0
+        assert len(seen) > 50
+
+    @pytest.mark.parametrize("call", [0, 3, 40, 90, 150, 250])
+    @pytest.mark.parametrize("error", [interrupted(), KeyboardInterrupt()])
+    def test_an_interrupt_leaves_the_cache_empty(self, call: int, error: BaseException) -> None:
+        backend = toy()
+        backend.fail_at[call] = error
+        with pytest.raises(type(error)):
+            decide_for(backend)
+        assert backend.tokens == ()
+
+    def test_small_contexts(self) -> None:
+        for n_ctx in (18, 30, 64, 100):
+            backend = FakeBackend(ToyModel(end_tokens=frozenset()), n_ctx=n_ctx)
+            profile = measure(backend, CALIBRATION, clock=backend.clock)
+            assert profile.context_tokens + len(profile.window) <= n_ctx
+            assert backend.tokens == ()
+        with pytest.raises(ContextError, match="--ctx"):
+            measure(FakeBackend(n_ctx=17), CALIBRATION)
+
+    def test_misuse_is_refused(self) -> None:
+        backend = toy()
+        backend.prefill([1, 2], naive.Sampling())
+        with pytest.raises(ValueError, match="empty"):
+            measure(backend, CALIBRATION)
+        with pytest.raises(ValueError, match="calibration"):
+            measure(toy(), [1])
+
+    def test_shortening_keeps_both_ends(self) -> None:
+        tokens = list(range(100))
+        assert shorten(tokens, 100) == tokens
+        assert shorten(tokens, 32) == [*range(8), *range(76, 100)]
+        assert shorten(tokens, 3) == [0, 98, 99]
+
+    def test_parallel_residuals_are_one_kind(self) -> None:
+        backend = toy(parallel=True)
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        assert list(profile.kinds) == ["block"]
+        assert decide_for(backend).draft is not None
+
+    def test_a_profile_survives_json(self) -> None:
+        backend = toy()
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+    def test_timing_of_few_and_many(self) -> None:
+        assert Timing.of([3.0]) == Timing(3.0, 3.0, 3.0, 1)
+        assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Timing(3.0, 2.0, 4.0, 5)
+
+    def test_evaluating_plans_leaves_the_cache_alone(self) -> None:
+        backend = toy()
+        backend.prefill([1, 2, 3], naive.Sampling())
+        plans = [None, Plan.skipping(12, [4]), Plan.skipping(12, [0, 5])]
+        picks, probabilities = evaluate_plans(backend, [4, 5, 6, 7, 8], plans, 2)
+        assert backend.tokens == (1, 2, 3)
+        backend.check_ledger()
+        for row, plan in enumerate(plans):
+            for i in range(5):
+                text = [1, 2, 3, 4, 5, 6, 7, 8][: 4 + i]
+                pick = backend.model.pick(text, naive.Sampling(), plan)
+                assert picks[row, i] == pick.token
+                assert probabilities[row, i] == pytest.approx(pick.probability)
+
+    def test_round_timing(self) -> None:
+        backend = toy()
+        backend.prefill(CALIBRATION[:50], naive.Sampling())
+        plan = Plan.skipping(12, [1, 2, 5])
+        timing = measure_round(backend, CALIBRATION[:9], plan, 4, 3, clock=backend.clock)
+        assert timing.draft_step_ms == pytest.approx(
+            FAST.step_ms(backend.sublayers, 52, plan), rel=0.01
+        )
+        step = FAST.step_ms(backend.sublayers, 52, None)
+        assert timing.plain_step_ms == pytest.approx(step, rel=0.01)
+        assert timing.verify_ms == pytest.approx(step * 1.08, rel=0.01)
+        assert backend.n_past == 50
+
+    def test_judging_compares_with_the_targets_own_tokens(self) -> None:
+        backend = toy(harm={3: 0.5})
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        backend.prefill(profile.prompt, naive.Sampling())
+        plans = [Plan.full(12), Plan.skipping(12, [3])]
+        whole, harmed = judge(backend, profile.window, plans, 8)
+        assert whole.agreement == 1.0
+        assert harmed.agreement < 0.8
+        assert len(whole.agree) == len(whole.probability) == len(profile.window) - 1
+        assert judge(backend, profile.window, [], 8) == []
+
+
+class TestDecision:
+    def test_on_where_it_pays_and_the_prediction_holds(self) -> None:
+        backend = toy()
+        decision = decide_for(backend)
+        assert decision.state == "on"
+        assert decision.reason.startswith("on: ")
+        assert decision.draft is not None
+        assert decision.draft.plan.skipped
+        assert decision.predicted_ratio is not None
+        assert decision.predicted_ratio > 1.2
+        assert backend.tokens == ()
+
+        def speed(draft: Draft | None) -> float:
+            session = Session(backend, clock=backend.clock)
+            generation = session.generate(
+                list(decision.profile.prompt), draft=draft, max_tokens=400
+            )
+            assert len(list(generation)) == 400
+            return generation.stats.predicted_per_second
+
+        plain = speed(None)
+        assert decision.baseline_per_second == pytest.approx(plain, rel=0.05)
+        measured = speed(decision.draft) / plain
+        assert decision.predicted_ratio == pytest.approx(measured, rel=0.1)
+
+    def test_off_where_verification_is_dear_with_the_numbers_and_a_draft_to_force(self) -> None:
+        backend = toy(SLOW)
+        decision = decide_for(backend)
+        assert decision.state == "off"
+        assert decision.draft is not None
+        assert decision.draft.plan.skipped
+        assert decision.predicted_ratio is not None
+        assert decision.predicted_ratio < 1.0
+        best = decision.alternatives[0]
+        for figure in (
+            f"{best.draft_cost:.2f} of a step",
+            f"agrees {best.agreement:.2f}",
+            f"verifying {best.draft.max_tokens + 1} tokens costs {best.verify_cost:.1f} steps",
+            f"predicted {decision.predicted_ratio:.2f}x of plain decoding",
+        ):
+            assert figure in decision.reason
+        assert "\n" not in decision.reason
+
+    def test_off_wins_a_gain_within_the_margin(self) -> None:
+        backend = toy()
+        ratio = decide_for(backend).predicted_ratio
+        assert ratio is not None
+        above = decide_for(toy(), config=Config(plan_margin=ratio - 1.0 + 0.01))
+        below = decide_for(toy(), config=Config(plan_margin=ratio - 1.0 - 0.01))
+        assert (above.state, below.state) == ("off", "on")
+        assert "less than" in above.reason
+
+    def test_the_winner_was_timed_in_real_rounds(self) -> None:
+        decision = decide_for(toy())
+        assert decision.alternatives[0].timed
+        assert sum(a.timed for a in decision.alternatives) == CONFIG.plan_finalists
+        assert len({a.draft.plan for a in decision.alternatives}) == len(decision.alternatives)
+
+    def test_a_draft_that_is_slow_in_real_rounds_is_not_declared_on(self) -> None:
+        """Costs by differences say it pays; rounds, which switch graphs, say it does not."""
+        backend = toy()
+        last: list[str] = [""]
+
+        def switch(call: str) -> None:
+            if call == "decode" and last[0] == "verify":
+                backend.now_ms += 40.0
+            last[0] = call
+
+        backend.on_call = switch
+        assert decide_for(toy()).state == "on"
+        assert decide_for(backend).state == "off"
+
+    def test_harmful_items_are_never_left_out(self) -> None:
+        backend = toy(harm={1: 0.9, 10: 0.5})
+        for alternative in decide_for(backend).alternatives:
+            assert not {1, 10} & set(alternative.draft.plan.skipped)
+
+    def test_candidates_go_from_shallow_to_deep(self) -> None:
+        backend = toy()
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        plans = candidate_plans(profile, backend.sublayers)
+        depths = [len(p.skipped) for p in plans]
+        assert 3 <= len(plans) <= CONFIG.plan_shortlist
+        assert depths == sorted(depths)
+        assert depths[-1] > 2 * depths[0]
+
+    def test_off_when_nothing_can_be_left_out(self) -> None:
+        backend = toy(harm={i: 0.9 for i in range(12)})
+        decision = decide_for(backend)
+        assert (decision.state, decision.draft, decision.alternatives) == ("off", None, ())
+        assert "no sublayer can be left out" in decision.reason
+        assert decision.baseline_per_second is not None
+
+    def test_a_refusal_is_the_reason_and_nothing_is_measured(self) -> None:
+        backend = FakeBackend(refusal="mamba keeps a state that cannot be rolled back")
+        decision = decide_for(backend)
+        assert decision.state == "off"
+        assert "cannot be rolled back" in decision.reason
+        assert decision.draft is None
+        assert backend.log == []
+
+    def test_a_failing_measurement_is_a_reason_not_an_error(self) -> None:
+        backend = toy()
+        backend.fail_at[60] = NativeError("graph allocation failed")
+        decision = decide_for(backend)
+        assert decision.state == "off"
+        assert "graph allocation failed" in decision.reason
+        assert backend.tokens == ()
+        assert decide_for(FakeBackend(n_ctx=10)).state == "off"
+
+    def test_no_draft_is_longer_than_verification_allows(self) -> None:
+        for most in (2, 3, 5):
+            decision = decide_for(toy(max_verify_tokens=most))
+            assert decision.draft is not None
+            assert decision.draft.max_tokens <= most - 1
+        assert decide_for(toy(max_verify_tokens=1)).state == "off"
+
+    def test_interrupted_is_not_swallowed(self) -> None:
+        backend = toy()
+        backend.fail_at[100] = interrupted()
+        with pytest.raises(Interrupted):
+            decide_for(backend)
+
+
+class TestStore:
+    def test_the_second_time_nothing_is_computed(self, tmp_path: Path) -> None:
+        store = Store(tmp_path / "deep" / "er")
+        first = decide_for(toy(), store)
+        backend = toy()
+        second = decide_for(backend, store)
+        assert backend.log == []
+        assert second.from_cache
+        assert not first.from_cache
+        assert second.reason == first.reason
+        assert second.draft == first.draft
+        assert second.alternatives == first.alternatives
+        assert [p.suffix for p in (tmp_path / "deep" / "er").iterdir()] == [".json"]
+
+    def test_every_part_of_the_key_matters(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        decide_for(toy(), store)
+        keys = []
+        for change in ({"threads": 8}, {"kv_type": "q8_0"}, {"devices": ["gpu"]}):
+            backend = toy()
+            backend.settings.update(change)
+            keys.append(measurement_key(backend, "toy", CALIBRATION))
+            assert store.load(keys[-1]) is None
+        backend = toy()
+        assert store.load(measurement_key(backend, "other", CALIBRATION)) is None
+        assert store.load(measurement_key(backend, {"file": "toy"}, CALIBRATION)) is None
+        assert store.load(measurement_key(backend, "toy", CALIBRATION[1:])) is None
+        assert store.load(measurement_key(backend, "toy", CALIBRATION)) is not None
+        # the size of a context that is large enough does not
+        backend.settings["ctx_tokens"] = 8192
+        backend.n_ctx = 8192
+        assert store.load(measurement_key(backend, "toy", CALIBRATION)) is not None
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"", b"{", b"\xff\xfe", b"[]", b"null", b"{}",
+            b'{"format": "knapspec-edge measurement", "version": 99, "key": {}, "content": {}}',
+            b"[" * 100_000,
+        ],
+    )  # fmt: skip
+    def test_a_damaged_file_is_measured_again_with_one_line(
+        self, tmp_path: Path, content: bytes
+    ) -> None:
+        warnings: list[str] = []
+        store = Store(tmp_path, warn=warnings.append)
+        good = decide_for(toy(), store)
+        (path,) = tmp_path.iterdir()
+        path.write_bytes(content)
+        assert decide_for(toy(), store).reason == good.reason
+        assert len(warnings) == 1
+        assert "measuring again" in warnings[0]
+        assert "\n" not in warnings[0]
+        assert decide_for(toy(), store).from_cache
+
+    def test_a_foreign_key_in_the_right_place_is_ignored(self, tmp_path: Path) -> None:
+        warnings: list[str] = []
+        store = Store(tmp_path, warn=warnings.append)
+        store.save({"a": 1}, {"x": 1})
+        store.path({"a": 1}).rename(store.path({"a": 2}))
+        assert store.load({"a": 2}) is None
+        assert len(warnings) == 1
+
+    def test_content_of_another_shape_is_measured_again(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        backend = toy()
+        key = measurement_key(backend, "toy", CALIBRATION)
+        for content in ({}, {"profile": 3}, {"profile": {}, "finalists": None}):
+            store.save(key, content)
+            assert not decide_for(toy(), store).from_cache
+
+    def test_a_folder_that_cannot_be_written_costs_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        warnings: list[str] = []
+        blocked = tmp_path / "file"
+        blocked.write_text("not a folder")
+        decision = decide_for(toy(), Store(blocked / "below", warn=warnings.append))
+        assert decision.state == "on"
+        assert sum("cannot keep" in w for w in warnings) == 1
+
+        warnings.clear()
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        decision = decide_for(toy(), Store(tmp_path / "disk", warn=warnings.append))
+        assert decision.state == "on"
+        assert len(warnings) == 1
+        assert "No space left" in warnings[0]
+        assert list((tmp_path / "disk").iterdir()) == []
+
+    def test_it_lives_in_the_users_cache_and_warns_by_log(
+        self, user_cache: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert default_folder() == user_cache / "measurements"
+        store = Store()
+        decide_for(toy(), store)
+        (path,) = default_folder().iterdir()
+        path.write_text("?")
+        with caplog.at_level(logging.WARNING):
+            decide_for(toy(), store)
+        assert len(caplog.records) == 1
+
+
+class TestPlanFile:
+    SUBLAYERS = sublayers_of(3)
+    DRAFT = Draft(Plan((*Plan.skipping(5, [1, 2]).modes, Mode(ModeKind.WINDOW, 4, 256))), 5, 0.65)
+
+    def save(self, path: Path) -> dict[str, object]:
+        plan_file.save(path, self.DRAFT, self.SUBLAYERS, "finger", "llama")
+        return json.loads(path.read_text())
+
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.json"
+        self.save(path)
+        assert plan_file.load(path, self.SUBLAYERS, "finger", "llama") == self.DRAFT
+        assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+    def test_another_model_is_refused_with_the_reason(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.json"
+        self.save(path)
+        with pytest.raises(PlanError, match="another model file"):
+            plan_file.load(path, self.SUBLAYERS, "other")
+        with pytest.raises(PlanError, match="6 sublayers, this one has 8"):
+            plan_file.load(path, sublayers_of(4), "finger")
+        with pytest.raises(PlanError, match="architecture llama, this one is gemma3"):
+            plan_file.load(path, self.SUBLAYERS, "finger", "gemma3")
+        with pytest.raises(PlanError, match="attention 0 in place 0"):
+            plan_file.load(path, sublayers_of(6, parallel=True), "finger")
+
+    def test_anything_else_is_no_plan_in_one_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.json"
+        good = self.save(path)
+        entries = good["sublayers"]
+        assert isinstance(entries, list)
+        bad: list[object] = [
+            3,
+            {},
+            {**good, "version": 2},
+            {**good, "max_tokens": 0},
+            {**good, "max_tokens": "many"},
+            {**good, "min_probability": 2},
+            {**good, "min_probability": None},
+            {**good, "sublayers": 5},
+            {**good, "sublayers": [*entries[:-1], 7]},
+            {**good, "sublayers": [*entries[:-1], {**entries[-1], "mode": "half"}]},
+            {**good, "sublayers": [*entries[:-1], {**entries[-1], "kind": "magic"}]},
+            {k: v for k, v in good.items() if k != "model"},
+        ]
+        for data in bad:
+            path.write_text(json.dumps(data))
+            with pytest.raises(UsageError) as caught:
+                plan_file.load(path, self.SUBLAYERS, "finger")
+            assert str(path) in str(caught.value)
+            assert "\n" not in str(caught.value)
+        path.write_bytes(b"\x00\xff")
+        with pytest.raises(UsageError, match="not JSON"):
+            plan_file.load(path, self.SUBLAYERS, "finger")
+        with pytest.raises(UsageError, match="cannot read"):
+            plan_file.load(tmp_path / "absent.json", self.SUBLAYERS, "finger")
+        with pytest.raises(UsageError, match="cannot write"):
+            plan_file.save(tmp_path / "no" / "p.json", self.DRAFT, self.SUBLAYERS, "finger")
+
+
+class TestGuard:
+    """Auto goes on plainly when speculation turns out to be a loss here."""
+
+    LOSING = Draft(Plan.skipping(12, [1]), 4, 0.0)
+
+    def answer(self, backend: FakeBackend, guard: SpeedGuard | None, draft: Draft, n: int = 300):
+        session = Session(backend, clock=backend.clock)
+        generation = session.generate(CALIBRATION[:20], draft=draft, max_tokens=n, guard=guard)
+        tokens = [event.token for event in generation]
+        return tokens, generation.stats
+
+    def test_a_loss_is_stopped_soon_and_the_text_stays(self) -> None:
+        guard = SpeedGuard()
+        tokens, stats = self.answer(toy(SLOW), guard, self.LOSING)
+        plain, plain_stats = self.answer(toy(SLOW), None, Draft(Plan.full(12), 0, 0.0))
+        assert tokens == plain
+        assert stats.speculation_stopped is not None
+        assert "x of plain decoding" in stats.speculation_stopped
+        assert stats.draft_n > 0
+        step = plain_stats.predicted_ms / plain_stats.completion_tokens
+        lost_steps = (stats.predicted_ms - plain_stats.predicted_ms) / step
+        # the allowance, one round beyond it, and the first round, which is not judged
+        assert 0 < lost_steps < Config().guard_loss_steps + 2 * 9
+
+    def test_a_gain_goes_on(self) -> None:
+        draft = Draft(Plan.skipping(12, [1, 2, 3, 4]), 4, 0.0)
+        tokens, stats = self.answer(toy(FAST), SpeedGuard(), draft)
+        _, unguarded = self.answer(toy(FAST), None, draft)
+        assert stats.speculation_stopped is None
+        assert stats.predicted_ms < 1.1 * unguarded.predicted_ms
+
+    def test_explicit_speculation_is_never_stopped(self) -> None:
+        _, stats = self.answer(toy(SLOW), None, self.LOSING)
+        assert stats.speculation_stopped is None
+        assert sum(stats.accepted_lengths.values()) >= stats.rounds - 1
+
+    def test_a_conversation_in_which_it_never_pays_loses_less_each_time(self) -> None:
+        guard = SpeedGuard()
+        drafted = [self.answer(toy(SLOW), guard, self.LOSING)[1].draft_n for _ in range(4)]
+        assert drafted[0] > drafted[2] >= drafted[3] > 0
+        good = Draft(Plan.skipping(12, [1, 2, 3, 4]), 4, 0.0)
+        assert self.answer(toy(FAST), guard, good)[1].speculation_stopped is None
+        assert self.answer(toy(SLOW), guard, self.LOSING)[1].draft_n >= drafted[1]
+
+    def test_plain_speed_is_measured_again_as_the_context_grows(self) -> None:
+        draft = Draft(Plan.skipping(12, [1, 2, 3, 4]), 3, 0.0)
+        _, stats = self.answer(toy(FAST), SpeedGuard(), draft, 900)
+        plain_rounds = stats.rounds - sum(stats.accepted_lengths.values())
+        assert plain_rounds > 2 * Config().guard_plain_rounds
+
+    def test_one_stalled_round_is_forgiven(self) -> None:
+        backend = toy(FAST)
+        calls = [0]
+
+        def stall(call: str) -> None:
+            calls[0] += call == "verify"
+            if call == "verify" and calls[0] == 9:
+                backend.now_ms += 1e5
+
+        backend.on_call = stall
+        draft = Draft(Plan.skipping(12, [1, 2, 3, 4]), 4, 0.0)
+        _, stats = self.answer(backend, SpeedGuard(), draft)
+        assert stats.speculation_stopped is None
+
+
+def test_kinds_in_files_are_the_words_of_the_records() -> None:
+    assert {k.value for k in Kind} == {"attention", "mlp", "block", "recurrent"}
+    assert plan_file.parse_mode(str(SKIP)) == SKIP
