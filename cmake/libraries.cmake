@@ -92,6 +92,10 @@ if(KNAPSPEC_EDGE_MULTI_CONFIG)
 else()
     set(build_type "${CMAKE_BUILD_TYPE}")
 endif()
+set(backend_modules false)
+if(GGML_BACKEND_DL)
+    set(backend_modules true)
+endif()
 file(GENERATE OUTPUT "${CMAKE_BINARY_DIR}/_build_info.json" CONTENT
 "{
   \"upstream_commit\": \"${KNAPSPEC_EDGE_COMMIT}\",
@@ -103,10 +107,12 @@ file(GENERATE OUTPUT "${CMAKE_BINARY_DIR}/_build_info.json" CONTENT
   \"compiler\": \"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\",
   \"system\": \"${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}\",
   \"build_type\": \"${build_type}\",
+  \"backend_modules\": ${backend_modules},
   \"options\": [${options}],
   \"cmake_args\": \"${cmake_args}\",
   \"libraries\": [\"${targets}\"]
 }
 ")
+# beside the libraries, so that a folder of libraries says what it is
 install(FILES "${CMAKE_BINARY_DIR}/_build_info.json"
-    DESTINATION "knapspec_edge/native" COMPONENT knapspec_edge)
+    DESTINATION "${KNAPSPEC_EDGE_LIBRARY_DIR}" COMPONENT knapspec_edge)

@@ -1016,7 +1016,7 @@ def check(*, tree: Path, patches: Path, say: Callable[[str], None]) -> None:
                 problems.append(f"the patches do not reproduce the work tree {tree}; run `export`")
         except PatchError as error:
             problems.append(str(error))
-    problems += _pin_problems(upstream, patches.parent / "pyproject.toml")
+    problems += pin_problems(upstream, patches.parent)
     if problems:
         raise PatchError("\n".join(problems))
     for patch in series:
@@ -1025,16 +1025,26 @@ def check(*, tree: Path, patches: Path, say: Callable[[str], None]) -> None:
     say(f"ledger, series and folder agree. Digest {patch_digest(patches)[:16]}.")
 
 
-def _pin_problems(upstream: Upstream, pyproject: Path) -> list[str]:
-    if not pyproject.is_file():
-        return []
-    pins = re.findall(r'"llama-cpp-python==([^";\s]+)', _read_text(pyproject))
-    if set(pins) == {upstream.bindings}:
-        return []
-    return [
-        f"pyproject.toml pins llama-cpp-python {' and '.join(pins) or 'nowhere'}, "
-        f"UPSTREAM.toml says {upstream.bindings}"
-    ]
+def pin_problems(upstream: Upstream, root: Path) -> list[str]:
+    """What the rest of the repository says about the pin, where it says something else."""
+    problems = []
+    pyproject = root / "pyproject.toml"
+    if pyproject.is_file():
+        pins = re.findall(r'"llama-cpp-python==([^";\s]+)', _read_text(pyproject))
+        if set(pins) != {upstream.bindings}:
+            problems.append(
+                f"pyproject.toml pins llama-cpp-python {' and '.join(pins) or 'nowhere'}, "
+                f"UPSTREAM.toml says {upstream.bindings}"
+            )
+    loader = root / "knapspec_edge" / "native" / "library.py"
+    if loader.is_file():
+        numbers = re.findall(r"^ABI\b[^=\n]*= (\d+)", _read_text(loader), re.MULTILINE)
+        if numbers != [str(upstream.abi)]:
+            problems.append(
+                f"knapspec_edge/native/library.py has ABI = {' and '.join(numbers) or 'nothing'}, "
+                f"UPSTREAM.toml says {upstream.abi}"
+            )
+    return problems
 
 
 def compile_tree(tree: Path, build: Path, say: Callable[[str], None]) -> Path:
@@ -1094,7 +1104,7 @@ def drift(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     say(f"  builds: {libraries}")
     tests = ROOT / "tests" / "native"
     say("  native tests ...")
-    environment = {**os.environ, "KNAPSPEC_EDGE_LIB_DIR": str(libraries)}
+    environment = {**os.environ, "KNAPSPEC_EDGE_LIBRARY": str(libraries)}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "native", str(tests)]
     result = subprocess.run(command, env=environment, cwd=ROOT)
     if result.returncode != 0:

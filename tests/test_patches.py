@@ -664,6 +664,11 @@ def test_check_sees_a_pin_that_differs_from_the_dependency(project, capsys):
     assert "pins llama-cpp-python 9.9.8, UPSTREAM.toml says 9.9.9" in capsys.readouterr().err
     pyproject.write_text('dependencies = ["llama-cpp-python==9.9.9"]\n')
     assert project.run("check", "--work", str(project.tree)) == 0
+    loader = project.folder.parent / "knapspec_edge" / "native" / "library.py"
+    loader.parent.mkdir(parents=True)
+    loader.write_text("ABI = 6\n")
+    assert project.run("check", "--work", str(project.tree)) == 1
+    assert "library.py has ABI = 6, UPSTREAM.toml says 7" in capsys.readouterr().err
 
 
 def test_drift_accepts_moved_hunks_and_names_the_patch_that_breaks(project, capsys):
@@ -691,7 +696,7 @@ def test_drift_accepts_moved_hunks_and_names_the_patch_that_breaks(project, caps
 def test_our_series_ledger_and_headers_agree():
     upstream = patches.read_upstream()
     assert patches.problems_of_series(patches.PATCHES, upstream) == []
-    assert patches._pin_problems(upstream, ROOT / "pyproject.toml") == []
+    assert patches.pin_problems(upstream, ROOT) == []
 
 
 def test_our_patches_stay_small():

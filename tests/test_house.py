@@ -1,0 +1,233 @@
+"""House rules that prose alone would not keep: imports, start-up, what files may name."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "knapspec_edge"
+
+# Lowest first. A unit imports itself and lower layers only; units of one layer do not know each
+# other. `__init__` is the entrance from outside and stands above them all.
+LAYERS = (
+    {"errors", "config", "records"},
+    {"backend"},
+    {"decode", "native", "gguf_check"},
+    {"latency", "models", "text"},
+    {"search", "quantize"},
+    {"engine"},
+    {"apps"},
+    {"terminal"},
+    {"repl"},
+    {"cli"},
+    {"__main__", "__init__"},
+)
+RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
+
+# package -> the places that may import it
+FENCED = {
+    "numba": ("search/kernels",),
+    "click": ("cli",),
+    "llama_cpp": ("native", "text"),
+    "prompt_toolkit": ("repl",),
+}
+
+# The loop and the planner work, and are tested, without the native library.
+WITHOUT_NATIVE = {"decode", "latency", "search"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def label(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def imports(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
+    """Absolute dotted names of everything a module imports, wherever in the file."""
+    tree = tree or ast.parse(path.read_text(encoding="utf-8"))
+    here = ["knapspec_edge", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, places: tuple[str, ...]) -> bool:
+    return any(name == place or name.startswith(f"{place}/") for place in places)
+
+
+def upward_imports(path: Path, tree: ast.AST | None = None) -> list[str]:
+    unit = label(path).split("/")[0]
+    found = []
+    for name in imports(path, tree):
+        parts = name.split(".")
+        if parts[0] != "knapspec_edge" or len(parts) < 2:
+            continue
+        other = parts[1]
+        # names of the package itself, such as its version, belong to no unit
+        if other not in RANK or other == unit or unit == "__init__":
+            continue
+        if RANK[other] >= RANK[unit]:
+            found.append(f"{label(path)} imports {name}")
+        if unit in WITHOUT_NATIVE and other in {"native", "text"}:
+            found.append(f"{label(path)} must work without {other}")
+    return found
+
+
+def fence_breaks(path: Path, tree: ast.AST | None = None) -> list[str]:
+    return [
+        f"{label(path)} imports {name}"
+        for name in imports(path, tree)
+        if name.split(".")[0] in FENCED and not within(label(path), FENCED[name.split(".")[0]])
+    ]
+
+
+def prints(tree: ast.AST) -> list[int]:
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+
+
+def test_every_unit_has_a_layer():
+    units = {label(path).split("/")[0] for path in modules()}
+    assert units <= set(RANK), f"give {sorted(units - set(RANK))} a place in LAYERS"
+
+
+def test_imports_point_downward():
+    assert [line for path in modules() for line in upward_imports(path)] == []
+
+
+def test_fenced_packages_stay_in_their_place():
+    assert [line for path in modules() for line in fence_breaks(path)] == []
+
+
+def test_library_modules_do_not_print():
+    speakers = {"cli", "repl", "terminal"}
+    for path in modules():
+        if label(path).split("/")[0] not in speakers:
+            assert prints(ast.parse(path.read_text(encoding="utf-8"))) == [], label(path)
+
+
+def test_every_module_says_what_it_is():
+    for path in modules():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), f"{label(path)} has no docstring"
+
+
+def test_the_rules_notice_what_they_forbid():
+    """The checks above on sources that break them: a check that cannot fail protects nothing."""
+    loop = PACKAGE / "decode" / "loop.py"
+    assert upward_imports(loop, ast.parse("from ..native import open_model"))
+    assert upward_imports(loop, ast.parse("import knapspec_edge.search.planner"))
+    assert upward_imports(loop, ast.parse("def f():\n    from .. import engine"))
+    assert upward_imports(PACKAGE / "errors.py", ast.parse("from .records import Plan"))
+    assert not upward_imports(loop, ast.parse("from .rollback import truncate\nimport math"))
+    assert fence_breaks(loop, ast.parse("import numba"))
+    assert fence_breaks(loop, ast.parse("from llama_cpp import Llama"))
+    assert not fence_breaks(PACKAGE / "search" / "kernels.py", ast.parse("import numba"))
+    assert prints(ast.parse("def f():\n    print(1)")) == [2]
+
+
+HEAVY = ("numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["chat", "--help"]])
+def test_start_up_imports_nothing_heavy(arguments):
+    code = (
+        "import sys\n"
+        "from knapspec_edge.cli import main\n"
+        f"sys.argv = ['knapspec-edge', *{arguments!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code, stop.code\n"
+        f"found = sorted(set(sys.modules) & set({HEAVY!r}))\n"
+        "assert not found, found\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+# ---------------------------------------------------------------------------------------------
+# What the repository says
+
+# written in pieces, so that this file passes its own test
+FORBIDDEN = {
+    "address of a package index": re.compile(
+        "|".join(
+            (r"pypi\.org" + "/simple", "pythonhosted" + r"\.org", r"--index" + r"-url\s*=?\s*http")
+        )
+    ),
+    "path of one machine": re.compile(
+        r"(?<![\w./~-])/(?:" + "work|root|home/[a-z]+|Users/[A-Za-z]+|opt/pypi" + r")/[\w.]"
+    ),
+}
+BINARY = {".gguf", ".png", ".gz", ".whl", ".npz"}
+
+
+def tracked_files() -> list[Path]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, env=environment, capture_output=True, check=True
+    ).stdout.decode()
+    paths = [ROOT / name for name in listing.split("\0") if name]
+    return [path for path in paths if path.is_file() and path.suffix not in BINARY]
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_names_what_belongs_to_one_machine(what):
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in tracked_files()
+        for number, line in enumerate(
+            path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+        )
+        if FORBIDDEN[what].search(line)
+    ]
+    assert found == [], what
+
+
+def test_the_forbidden_patterns_find_what_they_should():
+    paths = FORBIDDEN["path of one machine"]
+    for text in ("see /" + "work/main", '"/' + "root/.cache", "(/" + "home/somebody/x)"):
+        assert paths.search(text), text
+    for text in ("src/work/main", "/work", "https://example.org/work/x", "~/work/x"):
+        assert not paths.search(text), text
+    assert FORBIDDEN["address of a package index"].search("https://pypi.org" + "/simple/x")
+
+
+def test_scripts_are_executable():
+    if os.name == "nt":
+        pytest.skip("no executable bit on Windows")
+    for name in ("scripts/run", "scripts/test", "scripts/patches.py", ".ci/run"):
+        assert os.access(ROOT / name, os.X_OK), name
+
+
+def test_old_pythons_can_read_the_version_check():
+    """scripts/run must be able to say that Python is too old, so old Pythons must parse it."""
+    for name in ("run", "test", "_bootstrap_python.py"):
+        source = (ROOT / "scripts" / name).read_text(encoding="ascii")
+        tree = ast.parse(source, feature_version=(3, 4))
+        assert not any(isinstance(node, (ast.JoinedStr, ast.AnnAssign)) for node in ast.walk(tree))
+        assert "from __future__ import annotations" not in source
