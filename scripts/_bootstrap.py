@@ -486,6 +486,12 @@ def _path() -> str:
     return os.pathsep.join([str(BIN), os.environ.get("PATH", "")])
 
 
+def library_folder() -> Path:
+    """The installed libraries; an editable package has its Python files elsewhere."""
+    found = sorted(VENV.glob("lib*/python*/site-packages/knapspec_edge/native/lib"))
+    return found[-1] if found else VENV / "Lib/site-packages/knapspec_edge/native/lib"
+
+
 def _tool(name: str) -> str:
     found = shutil.which(name, path=_path())
     if not found:
@@ -517,6 +523,7 @@ def main_run(arguments: Sequence[str]) -> int:
 
     def action() -> int:
         set_up(tests=False)
+        os.environ.setdefault("KNAPSPEC_EDGE_LIBRARY", str(library_folder()))
         if os.name == "nt":
             # the child has the console and its own handling of Ctrl-C
             program = subprocess.Popen([BIN / "knapspec-edge.exe", *arguments])
@@ -538,6 +545,7 @@ def main_test(arguments: Sequence[str]) -> int:
         state = set_up(tests=True)
         where = build_pristine(str(state.get("cmake_args", "")))
         environment = {**os.environ, **where, "PATH": _path()}
+        environment.setdefault("KNAPSPEC_EDGE_LIBRARY", str(library_folder()))
         environment.pop("PYTHONPATH", None)
         failed: list[str] = []
         for title, command in (
