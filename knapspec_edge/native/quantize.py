@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..errors import NativeError
+from ..errors import LibraryError, NativeError
 
 # llama_ftype of the types offered for conversion (llama.h).
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15, "BF16": 32}
+
+_NO_LIBRARY = 3  # exit status of the child where the libraries cannot be loaded
 
 
 def quantize_file(
@@ -23,8 +25,8 @@ def quantize_file(
     """Write `source` to `target` in a type of FILE_TYPES; an existing target is overwritten.
 
     A quantized source is dequantized first, so the result carries both rounding errors. `threads`
-    None is the number of CPUs. Raises ValueError for an unknown type, NativeError with the
-    library's last word if it fails.
+    None is the number of CPUs. Raises ValueError for an unknown type, LibraryError where the
+    libraries are missing, NativeError with the quantizer's last word if it fails.
     """
     if file_type not in FILE_TYPES:
         raise ValueError(f"cannot convert to {file_type}: choose one of {', '.join(FILE_TYPES)}")
@@ -42,11 +44,13 @@ def quantize_file(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": paths, "KNAPSPEC_EDGE_NATIVE_LOG": "error"},
         check=False,
     )
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    if done.returncode == _NO_LIBRARY:
+        raise LibraryError(lines[-1])
     if done.returncode != 0:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
         reason = next((x for x in reversed(lines) if "fail" in x or "error" in x.lower()), None)
         raise NativeError(
             f"converting {source.name} to {file_type} failed: "
@@ -55,9 +59,13 @@ def quantize_file(
 
 
 def _main(source: str, target: str, file_type: str, threads: str) -> int:
-    import llama_cpp  # the package around this module has said where the library is
+    from .library import load
 
-    llama_cpp.llama_backend_init()
+    try:
+        llama_cpp = load()
+    except LibraryError as error:
+        print(error, file=sys.stderr)
+        return _NO_LIBRARY
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[file_type]
     parameters.nthread = int(threads) or os.cpu_count() or 1
