@@ -253,7 +253,8 @@ int32_t knapspec_context::eval(
         llama_token             * tokens_out,
         float                   * probs_out,
         float                   * margins_out) {
-    if (n_tokens <= 0 || n_outputs < 0 || n_outputs > n_tokens || n_tokens > (int32_t) ctx.n_batch()) {
+    if (n_tokens <= 0 || n_outputs < 0 || n_outputs > n_tokens || n_tokens > (int32_t) ctx.n_batch() ||
+            n_outputs > (int32_t) ctx.cparams.n_outputs_max) {
         LLAMA_LOG_ERROR("%s: %d tokens with %d outputs do not make a batch\n", __func__, n_tokens, n_outputs);
         return KNAPSPEC_BAD_ARGUMENT;
     }

@@ -86,7 +86,7 @@ private:
 
     tensor_set covered; // weights that belong to a sublayer or to the trunk
 
-    bool check_covered(const std::vector<knapspec_item> & items, const ggml_tensor * origin, std::string & reason);
+    bool check_covered(const tensor_set & trunk, const ggml_tensor * origin, std::string & reason);
 
     // whether the value of t depends on the tokens (weights and functions of weights do not)
     bool is_dynamic(const ggml_tensor * t) {
@@ -116,7 +116,8 @@ private:
     }
 
     struct cone {
-        bool          hit       = false; // the stop tensor was met
+        bool          hit       = false; // a stop tensor was met
+        bool          product   = false; // holds a matrix product
         bool          attention = false;
         bool          recurrent = false;
         bool          ffn       = false;
@@ -163,8 +164,20 @@ private:
                         }
                     }
                     break;
+                case GGML_OP_MUL_MAT:
+                case GGML_OP_MUL_MAT_ID:
+                    result.product = true;
+                    break;
                 case GGML_OP_FLASH_ATTN_EXT:
                     result.attention = true;
+                    break;
+                case GGML_OP_SSM_CONV:
+                case GGML_OP_SSM_SCAN:
+                case GGML_OP_RWKV_WKV6:
+                case GGML_OP_RWKV_WKV7:
+                case GGML_OP_GATED_LINEAR_ATTN:
+                case GGML_OP_GATED_DELTA_NET:
+                    result.recurrent = true;
                     break;
                 case GGML_OP_SOFT_MAX:
                     // an expert router's softmax has no mask
@@ -181,27 +194,30 @@ private:
         return result;
     }
 
-    // Is x = branch + residual, the branch computed from the residual? Beside the plain form this accepts
-    // x = (other + shared) + branch, where both branches start from `shared` (parallel residual, added one by one).
-    bool split(const ggml_tensor * x, ggml_tensor *& residual, cone & branch) {
+    // Is x = branch + residual, the branch computed from the residual? Beside the plain form this accepts sums of several
+    // branches: x = (other + shared) + branch, where `branch` starts from `shared`, further down the chain of additions.
+    bool split(const ggml_tensor * x, ggml_tensor *& residual, ggml_tensor *& branch, int depth = 3) const {
         for (int k = 0; k < 2; ++k) {
-            ggml_tensor * r = x->src[1 - k];
-            branch = cone_of(x->src[k], { strip(r) });
-            if (branch.hit) {
-                residual = r;
+            const cone c = cone_of(x->src[k], { strip(x->src[1 - k]) });
+            if (c.hit && c.product) {
+                residual = x->src[1 - k];
+                branch   = x->src[k];
                 return true;
             }
         }
         for (int k = 0; k < 2; ++k) {
             const ggml_tensor * inner = strip(x->src[1 - k]);
-            if (inner->op != GGML_OP_ADD) {
-                continue;
-            }
-            for (int j = 0; j < 2; ++j) {
-                const ggml_tensor * shared = strip(inner->src[1 - j]);
-                branch = cone_of(x->src[k], { shared });
-                if (branch.hit && cone_of(inner->src[j], { shared }).hit) {
+            for (int d = 0; d < depth && inner->op == GGML_OP_ADD; ++d) {
+                ggml_tensor * shared = nullptr;
+                ggml_tensor * other  = nullptr;
+                if (!split(inner, shared, other, 0)) {
+                    break;
+                }
+                inner = strip(shared);
+                const cone c = cone_of(x->src[k], { inner });
+                if (c.hit && c.product) {
                     residual = x->src[1 - k];
+                    branch   = x->src[k];
                     return true;
                 }
             }
@@ -212,6 +228,7 @@ private:
 
 std::vector<knapspec_item> finder::run(std::string & reason) {
     std::vector<knapspec_item> items;
+    std::vector<ggml_tensor *> branches;
 
     ggml_tensor * x = res.t_logits ? res.t_logits : res.t_embd;
     if (!x) {
@@ -235,20 +252,24 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
 
         if (n_dynamic == 2 && x->op == GGML_OP_ADD) {
             ggml_tensor * residual = nullptr;
-            cone branch;
-            if (!split(x, residual, branch)) {
+            ggml_tensor * branch   = nullptr;
+            if (split(x, residual, branch)) {
+                items.push_back({ x, residual, {} });
+                branches.push_back(branch);
+                x = residual;
+                continue;
+            }
+            // a term without any product (the token embedding, scaled) is added to the stream and never left out
+            int k = 0;
+            while (k < 2 && cone_of(x->src[k], {}).product) {
+                k++;
+            }
+            if (k == 2) {
                 break;
             }
-            if (branch.layers.size() != 1) {
-                reason = "a residual branch spans " + std::to_string(branch.layers.size()) + " layers";
-                return {};
-            }
-            const int32_t kind = branch.recurrent              ? KNAPSPEC_KIND_RECURRENT :
-                                 branch.attention && branch.ffn ? KNAPSPEC_KIND_BLOCK     :
-                                 branch.attention               ? KNAPSPEC_KIND_ATTENTION : KNAPSPEC_KIND_MLP;
-            items.push_back({ x, residual, { *branch.layers.begin(), kind } });
-            covered.insert(branch.weights.begin(), branch.weights.end());
-            x = residual;
+            const cone term = cone_of(x->src[k], {});
+            covered.insert(term.weights.begin(), term.weights.end());
+            x = x->src[1 - k];
             continue;
         }
 
@@ -274,23 +295,36 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
         return {};
     }
     std::reverse(items.begin(), items.end());
+    std::reverse(branches.begin(), branches.end());
 
-    return check_covered(items, x, reason) ? items : std::vector<knapspec_item>();
+    tensor_set trunk = { x };
+    for (const knapspec_item & item : items) {
+        trunk.insert(item.add);
+        trunk.insert(strip(item.residual));
+    }
+    for (size_t i = 0; i < items.size(); ++i) {
+        const cone branch = cone_of(branches[i], trunk);
+        if (branch.layers.size() != 1) {
+            reason = "a residual branch holds weights of " + std::to_string(branch.layers.size()) + " layers";
+            return {};
+        }
+        const int32_t kind = branch.recurrent               ? KNAPSPEC_KIND_RECURRENT :
+                             branch.attention && branch.ffn ? KNAPSPEC_KIND_BLOCK     :
+                             branch.attention               ? KNAPSPEC_KIND_ATTENTION : KNAPSPEC_KIND_MLP;
+        items[i].info = { *branch.layers.begin(), kind };
+        covered.insert(branch.weights.begin(), branch.weights.end());
+    }
+    return check_covered(trunk, x, reason) ? items : std::vector<knapspec_item>();
 }
 
 // Every weight of every layer must belong to a sublayer or to the trunk, or something would be left out of the account.
-bool finder::check_covered(const std::vector<knapspec_item> & items, const ggml_tensor * origin, std::string & reason) {
+bool finder::check_covered(const tensor_set & trunk, const ggml_tensor * origin, std::string & reason) {
     // behind the chain there is only the embedding of the tokens
     for (const ggml_tensor * w : cone_of(origin, {}).weights) {
         reason = std::string("the residual chain ends before ") + w->name;
         return false;
     }
     // keys, values and states are computed beside the chain and reach it through a layer's cache
-    tensor_set trunk;
-    for (const knapspec_item & item : items) {
-        trunk.insert(item.add);
-        trunk.insert(strip(item.residual));
-    }
     for (const ggml_tensor * t : find_writes(nodes)) {
         const ggml_tensor * memory = root_of(t);
         if (is_kv_cache(memory) || is_state_cache(memory)) {

@@ -1,0 +1,44 @@
+"""The patched llama.cpp: where it lies, what it offers, and the Backend built on it.
+
+Importing this package loads nothing native; it only says where the libraries are, which has to be
+known before llama-cpp-python is imported anywhere in the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from .library import library_info, point_to_library
+
+if TYPE_CHECKING:
+    from .context import LlamaBackend
+    from .model import Model
+
+point_to_library()
+
+__all__ = ["library_info", "open_context", "open_model"]
+
+
+def open_model(
+    path: str | PathLike[str],
+    *,
+    gpu_layers: int | None = None,
+    progress: Callable[[float], bool] | None = None,
+) -> Model:
+    """Load the weights of a GGUF file.
+
+    `gpu_layers` None offloads what fits, 0 nothing. `progress(fraction)` is called while loading;
+    returning False cancels. Raises LibraryError, ModelError, Interrupted (cancelled).
+    """
+    from .model import Model
+
+    return Model(path, gpu_layers=gpu_layers, progress=progress)
+
+
+def open_context(model: Model, **settings: Any) -> LlamaBackend:
+    """A context for one sequence of `model`; see LlamaBackend for the settings."""
+    from .context import LlamaBackend
+
+    return LlamaBackend(model, **settings)

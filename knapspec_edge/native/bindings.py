@@ -1,0 +1,122 @@
+"""Declarations of the functions that the patch adds to libllama (patches/overlay/knapspec.h).
+
+Unstable by nature: they follow the ABI number, not a release. Each binding stands below its C
+declaration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from ..errors import LibraryError
+
+# enum ggml_log_level
+LOG_LEVELS = {"": 0, "none": 0, "debug": 1, "info": 2, "warn": 3, "error": 4}
+
+# enum knapspec_mode
+MODE_FULL = 0
+MODE_SKIP = 1
+
+# return codes of knapspec_eval
+OK = 0
+NO_SLOT = 1
+ABORTED = 2
+BAD_ARGUMENT = -10
+BAD_LOGITS = -11
+
+
+class Sampling(ctypes.Structure):
+    """struct knapspec_sampling { float temperature; float min_p; uint64_t seed; };"""
+
+    _fields_ = [  # noqa: RUF012 - the form ctypes asks for
+        ("temperature", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+class GraphStats(ctypes.Structure):
+    """struct knapspec_graph_stats: int64_t n_builds, n_reuses, n_evicted, n_nodes, n_kept"""
+
+    _fields_ = [  # noqa: RUF012
+        ("n_builds", ctypes.c_int64),
+        ("n_reuses", ctypes.c_int64),
+        ("n_evicted", ctypes.c_int64),
+        ("n_nodes", ctypes.c_int64),
+        ("n_kept", ctypes.c_int64),
+    ]
+
+
+_p = ctypes.c_void_p
+_i32 = ctypes.c_int32
+_i32s = ctypes.POINTER(ctypes.c_int32)
+_f32s = ctypes.POINTER(ctypes.c_float)
+
+# name -> (result, arguments)
+_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    # int32_t knapspec_abi(void);
+    "knapspec_abi": (_i32, []),
+    # int32_t knapspec_n_sublayers(struct llama_context * ctx);
+    "knapspec_n_sublayers": (_i32, [_p]),
+    # const char * knapspec_refusal(struct llama_context * ctx);
+    "knapspec_refusal": (ctypes.c_char_p, [_p]),
+    # int32_t knapspec_sublayer(struct llama_context * ctx, int32_t i, int32_t * layer, int32_t * kind);
+    "knapspec_sublayer": (_i32, [_p, _i32, _i32s, _i32s]),
+    # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
+    "knapspec_set_plan": (_i32, [_p, _i32s, _i32]),
+    # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
+    "knapspec_keep_graphs": (None, [_p, _i32]),
+    # void knapspec_get_graph_stats(struct llama_context * ctx, struct knapspec_graph_stats * out);
+    "knapspec_get_graph_stats": (None, [_p, ctypes.POINTER(GraphStats)]),
+    # int32_t knapspec_eval(struct llama_context * ctx, const llama_token * tokens, int32_t n_tokens,
+    #     llama_pos pos, int32_t n_outputs, const struct knapspec_sampling * sampling,
+    #     llama_token * tokens_out, float * probs_out, float * margins_out);
+    "knapspec_eval": (
+        _i32,
+        [_p, _i32s, _i32, _i32, _i32, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
+    ),
+    # int32_t knapspec_pick(const float * logits, int32_t n_vocab,
+    #     const struct knapspec_sampling * sampling, int64_t position,
+    #     llama_token * token_out, float * prob_out, float * margin_out);
+    "knapspec_pick": (
+        _i32,
+        [_f32s, _i32, ctypes.POINTER(Sampling), ctypes.c_int64, _i32s, _f32s, _f32s],
+    ),
+    # void knapspec_interrupt(struct llama_context * ctx);
+    "knapspec_interrupt": (None, [_p]),
+    # void knapspec_interrupt_clear(struct llama_context * ctx);
+    "knapspec_interrupt_clear": (None, [_p]),
+    # int32_t knapspec_sigint_guard(struct llama_context * ctx, bool enable);
+    "knapspec_sigint_guard": (_i32, [_p, ctypes.c_bool]),
+    # void knapspec_log_install(int32_t level);
+    "knapspec_log_install": (None, [_i32]),
+    # int32_t knapspec_last_error(char * buf, int32_t size);
+    "knapspec_last_error": (_i32, [ctypes.c_char_p, _i32]),
+    # void knapspec_clear_error(void);
+    "knapspec_clear_error": (None, []),
+}
+
+
+def declare(library: ctypes.CDLL, folder: Path) -> None:
+    """Set result and argument types on `library`.
+
+    Raises LibraryError naming every function that is missing.
+    """
+    missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
+    if missing:
+        raise LibraryError(
+            f"the libllama in {folder} is not the patched one (missing: {', '.join(missing)}): "
+            "install the package again (pip install .)"
+        )
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+
+
+def last_error(library: ctypes.CDLL) -> str:
+    """The latest error line of llama.cpp or ggml, without its newline; "" if there was none."""
+    buffer = ctypes.create_string_buffer(1024)
+    library.knapspec_last_error(buffer, len(buffer))
+    return buffer.value.decode(errors="replace").strip()

@@ -1,0 +1,410 @@
+"""The Backend on the patched llama.cpp: one context, one sequence."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import DEFAULTS
+from ..errors import (
+    ContextError,
+    Interrupted,
+    NativeError,
+    PlanError,
+    RollbackError,
+    UsageError,
+)
+from ..records import Kind, ModeKind, Pick, Plan, Sampling, SubLayer
+from . import bindings, library
+from .model import Model
+from .threads import default_threads
+
+# enum ggml_type of the types a KV cache may have
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+# enum llama_flash_attn_type
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+# enum knapspec_kind
+_KINDS = (Kind.ATTENTION, Kind.MLP, Kind.BLOCK, Kind.RECURRENT)
+# Rows of logits that `evaluate` asks for in one pass.
+_EVALUATE_TOKENS = 64
+# Only modes the native code knows.
+_MODES = {ModeKind.FULL: bindings.MODE_FULL, ModeKind.SKIP: bindings.MODE_SKIP}
+
+
+class LlamaBackend:
+    """Implements `knapspec_edge.backend.Backend`. Not thread-safe, except for `interrupt`."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        ctx_tokens: int = DEFAULTS.ctx_tokens,
+        threads: int | None = None,
+        threads_batch: int | None = None,
+        kv_type: str = "f16",
+        flash_attn: str = "auto",
+        max_verify_tokens: int = DEFAULTS.max_verify_tokens,
+        kept_graphs: int = DEFAULTS.kept_graphs,
+    ) -> None:
+        """Raises UsageError for a bad setting, ContextError if the context cannot be created."""
+        if kv_type not in KV_TYPES:
+            raise UsageError(f"--kv-type {kv_type} is unknown: choose one of {', '.join(KV_TYPES)}")
+        if flash_attn not in FLASH_ATTN:
+            raise UsageError(f"--flash-attn {flash_attn} is unknown: choose auto, on or off")
+        if ctx_tokens < 1:
+            raise UsageError(f"--ctx must be at least 1, not {ctx_tokens}")
+        if threads is not None and threads < 1:
+            raise UsageError(f"--threads must be at least 1, not {threads}")
+
+        self._llama = library.load()
+        self._lib = self._llama._lib
+        self._pointer: Any = None
+        self.model = model
+        self._n_ctx = ctx_tokens
+        self._max_verify = max_verify_tokens
+        self._n_past = 0
+        self._threads = threads or default_threads()
+        self._slice = min(DEFAULTS.prefill_slice_tokens, max(ctx_tokens, _EVALUATE_TOKENS))
+        n_rows = max(max_verify_tokens, _EVALUATE_TOKENS)
+
+        parameters = self._llama.llama_context_default_params()
+        parameters.n_ctx = ctx_tokens
+        parameters.n_batch = parameters.n_ubatch = self._slice
+        parameters.n_seq_max = 1
+        # rows of logits are reserved for what a pass may ask for, not for a whole prompt slice
+        parameters.n_outputs_max = min(n_rows, self._slice)
+        parameters.n_threads = self._threads
+        parameters.n_threads_batch = threads_batch or self._threads
+        parameters.type_k = parameters.type_v = KV_TYPES[kv_type]
+        parameters.flash_attn_type = FLASH_ATTN[flash_attn]
+        parameters.no_perf = True
+        # A sliding-window cache keeps the window and one batch beyond it: a draft can be undone, a
+        # longer cut is noticed in `truncate`.
+        parameters.swa_full = False
+        self._max_rows = parameters.n_outputs_max
+        self._lib.knapspec_clear_error()
+        self._pointer = self._llama.llama_init_from_model(model.pointer, parameters)
+        if not self._pointer:
+            reason = bindings.last_error(self._lib) or "no reason given"
+            raise ContextError(
+                f"llama.cpp cannot create a context of {ctx_tokens} tokens with a {kv_type} cache "
+                f"({reason}); try a smaller --ctx, such as {max(256, ctx_tokens // 2)}"
+            )
+        self._memory = self._llama.llama_get_memory(self._pointer)
+        self._lib.knapspec_keep_graphs(self._pointer, kept_graphs)
+        self._plan: Plan | None = None
+        self._read_sublayers()
+
+        self._tokens_in = (ctypes.c_int32 * max(self._slice, n_rows))()
+        self._tokens_out = (ctypes.c_int32 * n_rows)()
+        self._probs_out = (ctypes.c_float * n_rows)()
+        self._margins_out = (ctypes.c_float * n_rows)()
+        self._sampling = bindings.Sampling()
+        self._sampling_from: Sampling | None = None
+        self._last_rows = 0
+        self.settings: dict[str, Any] = {
+            "ctx_tokens": ctx_tokens,
+            "threads": self._threads,
+            "threads_batch": parameters.n_threads_batch,
+            "kv_type": kv_type,
+            "flash_attn": flash_attn,
+            "devices": [d["name"] for d in library.devices()],
+        }
+
+    def _read_sublayers(self) -> None:
+        model = self.model
+        self._sublayers: tuple[SubLayer, ...] = ()
+        self._refusal: str | None = None
+        name = model.architecture
+        if not self._memory or not model.has_decoder:
+            self._refusal = f"architecture {name} does not generate text token by token"
+            return
+        if model.is_diffusion:
+            self._refusal = f"architecture {name} does not generate text from left to right"
+            return
+        count = self._lib.knapspec_n_sublayers(self._pointer)
+        if count < 0:
+            reason = self._lib.knapspec_refusal(self._pointer).decode(errors="replace")
+            self._refusal = f"the sublayers of architecture {name} are not recognised ({reason})"
+            return
+        layer, kind = ctypes.c_int32(), ctypes.c_int32()
+        found = []
+        for i in range(count):
+            self._lib.knapspec_sublayer(
+                self._pointer, i, ctypes.byref(layer), ctypes.byref(kind)
+            )
+            found.append(SubLayer(i, layer.value, _KINDS[kind.value]))
+        self._sublayers = tuple(found)
+        self._modes = (ctypes.c_int32 * count)()
+        if model.is_recurrent:
+            self._refusal = (
+                f"architecture {name} keeps a recurrent state, which cannot be cut back to the "
+                "accepted tokens"
+            )
+
+    # lifetime
+
+    def close(self) -> None:
+        """Free the context."""
+        if self._pointer:
+            self._lib.knapspec_sigint_guard(self._pointer, False)
+            self._llama.llama_free(self._pointer)
+            self._pointer = None
+
+    def __enter__(self) -> LlamaBackend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    @property
+    def pointer(self) -> Any:
+        """`llama_context *`. Raises ValueError after close()."""
+        if not self._pointer:
+            raise ValueError("the context is closed")
+        return self._pointer
+
+    # what it is
+
+    @property
+    def n_ctx(self) -> int:
+        return self._n_ctx
+
+    @property
+    def n_vocab(self) -> int:
+        return self.model.n_vocab
+
+    @property
+    def n_past(self) -> int:
+        return self._n_past
+
+    @property
+    def max_verify_tokens(self) -> int:
+        return self._max_verify
+
+    @property
+    def sublayers(self) -> tuple[SubLayer, ...]:
+        return self._sublayers
+
+    @property
+    def refusal(self) -> str | None:
+        return self._refusal
+
+    def is_end(self, token: int) -> bool:
+        return self.model.is_end(token)
+
+    def graph_stats(self) -> dict[str, int]:
+        """Graphs built, reused, evicted and kept, and the nodes of the latest one."""
+        stats = bindings.GraphStats()
+        self._lib.knapspec_get_graph_stats(self.pointer, ctypes.byref(stats))
+        return {name: getattr(stats, name) for name, _ in bindings.GraphStats._fields_}
+
+    # the four verbs
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Pick:
+        total = len(tokens)
+        if not total:
+            raise ValueError("there is nothing to prefill")
+        self._check_room(total)
+        done = 0
+        while done < total:
+            part = tokens[done : done + self._slice]
+            last = done + len(part) == total
+            self._evaluate(part, 1 if last else 0, sampling, None)
+            done += len(part)
+            if progress is not None:
+                progress(done, total)
+        return self._pick(0)
+
+    def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
+        self._check_room(1)
+        self._evaluate((token,), 1, sampling, plan)
+        return self._pick(0)
+
+    def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
+        n = len(tokens)
+        if n > self._max_verify:
+            raise ValueError(f"{n} tokens exceed the widest verification, {self._max_verify}")
+        self._check_room(n)
+        self._evaluate(tokens, n, sampling, None)
+        return [self._pick(i) for i in range(n)]
+
+    def truncate(self, n_tokens: int) -> None:
+        if not 0 <= n_tokens <= self._n_past:
+            raise ValueError(f"cannot cut {self._n_past} tokens back to {n_tokens}")
+        removed = self._llama.llama_memory_seq_rm(self._memory, 0, n_tokens, -1)
+        last = self._llama.llama_memory_seq_pos_max(self._memory, 0)
+        if not removed or last >= n_tokens:
+            # nothing is known about the cache any more: empty it, so that it can be used again
+            self._llama.llama_memory_clear(self._memory, True)
+            self._n_past = 0
+            raise RollbackError(
+                f"the KV cache could not be cut back to {n_tokens} tokens (architecture "
+                f"{self.model.architecture}); it was emptied"
+            )
+        self._n_past = n_tokens
+        window = self.model.n_swa
+        if n_tokens and window:
+            first = self._llama.llama_memory_seq_pos_min(self._memory, 0)
+            if first > max(0, n_tokens - window):
+                self._llama.llama_memory_clear(self._memory, True)
+                self._n_past = 0
+                raise RollbackError(
+                    f"the sliding-window cache no longer holds the {window} tokens before "
+                    f"position {n_tokens}; it was emptied"
+                )
+
+    # judging
+
+    def evaluate(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        n = len(tokens)
+        self._check_room(n)
+        picked = np.empty(n, dtype=np.int32)  # i32 [n]
+        probabilities = np.empty(n, dtype=np.float32)  # f32 [n]
+        for start in range(0, n, self._max_rows):
+            part = tokens[start : start + self._max_rows]
+            self._evaluate(part, len(part), Sampling(), plan)
+            end = start + len(part)
+            picked[start:end] = self._tokens_out[: len(part)]
+            probabilities[start:end] = self._probs_out[: len(part)]
+        return picked, probabilities
+
+    def logits(self, row: int = -1) -> NDArray[np.float32]:
+        index = row + self._last_rows if row < 0 else row
+        if not 0 <= index < self._last_rows:
+            raise IndexError(f"row {row} is outside the {self._last_rows} rows of the latest pass")
+        base = self._llama.llama_get_logits(self.pointer)
+        rows = np.ctypeslib.as_array(base, shape=(self._last_rows, self.n_vocab))
+        return np.array(rows[index], dtype=np.float32)
+
+    # interruption
+
+    def interrupt(self) -> None:
+        """Make the running or the next native call raise Interrupted. Safe from any thread."""
+        if self._pointer:
+            self._lib.knapspec_interrupt(self._pointer)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """In here, Ctrl-C stops the native computation and raises Interrupted in the main thread.
+
+        A second Ctrl-C before the first was noticed raises KeyboardInterrupt. Elsewhere than in
+        the main thread this does nothing, since signals are not delivered there.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        presses = 0
+
+        def on_press(_signal: int, _frame: FrameType | None) -> None:
+            nonlocal presses
+            presses += 1
+            if presses > 1:
+                raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGINT, on_press)
+        # the native handler is put on top: it sets the flag at once, while Python cannot run
+        self._lib.knapspec_sigint_guard(self.pointer, True)
+        try:
+            yield
+        finally:
+            if self._pointer:
+                self._lib.knapspec_sigint_guard(self._pointer, False)
+                self._lib.knapspec_interrupt_clear(self._pointer)
+            signal.signal(signal.SIGINT, previous)
+
+    # inside
+
+    def _check_room(self, n: int) -> None:
+        if self._n_past + n > self._n_ctx:
+            raise ContextError(
+                f"{self._n_past + n} tokens do not fit a context of {self._n_ctx}: raise --ctx"
+            )
+
+    def _pick(self, row: int) -> Pick:
+        return Pick(self._tokens_out[row], self._probs_out[row], self._margins_out[row])
+
+    def _set_plan(self, plan: Plan | None) -> None:
+        if plan is self._plan:
+            return
+        if plan is None or plan.is_full:
+            self._lib.knapspec_set_plan(self.pointer, None, 0)
+        else:
+            if self._refusal is not None and not self._sublayers:
+                raise PlanError(f"no sublayer can be left out: {self._refusal}")
+            if len(plan.modes) != len(self._sublayers):
+                raise PlanError(
+                    f"the plan is for {len(plan.modes)} sublayers, the model has "
+                    f"{len(self._sublayers)}"
+                )
+            for i, mode in enumerate(plan.modes):
+                if mode.kind not in _MODES:
+                    raise PlanError(f"mode {mode} of sublayer {i} is not supported by this build")
+                self._modes[i] = _MODES[mode.kind]
+            if self._lib.knapspec_set_plan(self.pointer, self._modes, len(plan.modes)):
+                raise PlanError(bindings.last_error(self._lib))
+        self._plan = plan
+
+    def _evaluate(
+        self, tokens: Sequence[int], n_outputs: int, sampling: Sampling, plan: Plan | None
+    ) -> None:
+        """Append tokens; on failure the cache is cut back to what it was."""
+        n = len(tokens)
+        if plan is not self._plan:
+            self._set_plan(plan)
+        if sampling is not self._sampling_from:
+            self._sampling.temperature = sampling.temperature
+            self._sampling.min_p = sampling.min_p
+            self._sampling.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
+            self._sampling_from = sampling
+        self._tokens_in[:n] = tokens
+        code = self._lib.knapspec_eval(
+            self.pointer,
+            self._tokens_in,
+            n,
+            self._n_past,
+            n_outputs,
+            ctypes.byref(self._sampling),
+            self._tokens_out,
+            self._probs_out,
+            self._margins_out,
+        )
+        if code == bindings.OK:
+            self._n_past += n
+            self._last_rows = n_outputs
+            return
+        self._last_rows = 0
+        self._llama.llama_memory_seq_rm(self._memory, 0, self._n_past, -1)
+        if code == bindings.ABORTED:
+            self._lib.knapspec_interrupt_clear(self.pointer)
+            raise Interrupted("interrupted")
+        if code == bindings.NO_SLOT:
+            raise ContextError(
+                f"the KV cache has no room for {n} more tokens after {self._n_past}: raise --ctx"
+            )
+        reason = bindings.last_error(self._lib) or f"code {code}"
+        raise NativeError(f"llama.cpp failed at position {self._n_past}: {reason}")

@@ -1,0 +1,233 @@
+"""Finding, checking and loading the patched libraries.
+
+The bindings of llama-cpp-python are used for llama.cpp's public interface; they load our libraries
+because LLAMA_CPP_LIB_PATH names them. The functions that the patch adds are declared in
+`bindings`. This module owns the rule that one process holds one llama.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import LibraryError
+
+# Number of the C interface this package was written for; patches/UPSTREAM.toml holds the same.
+ABI = 1
+
+# A folder with other builds of the patched libraries (sanitizers, debugging).
+OVERRIDE = "KNAPSPEC_EDGE_LIBRARY"
+
+_BUILD_INFO = "_build_info.json"
+
+
+def library_folder() -> Path:
+    """Folder that holds libllama and the ggml libraries of this installation."""
+    override = os.environ.get(OVERRIDE)
+    return Path(override) if override else Path(__file__).parent / "lib"
+
+
+def library_file(name: str) -> Path | None:
+    """The shared library `name` ("llama", "ggml", ...) in our folder, or None."""
+    patterns = {
+        "win32": (f"{name}.dll", f"lib{name}.dll"),
+        "darwin": (f"lib{name}.dylib", f"lib{name}.so"),
+    }.get(sys.platform, (f"lib{name}.so",))
+    return next((f for p in patterns if (f := library_folder() / p).is_file()), None)
+
+
+def point_to_library() -> None:
+    """Tell llama-cpp-python which libraries to load. Must run before it is imported."""
+    os.environ["LLAMA_CPP_LIB_PATH"] = os.fspath(library_folder())
+
+
+def _mapped_files() -> list[str]:
+    """Paths of all shared libraries in this process; empty where the platform cannot tell."""
+    if sys.platform.startswith("linux"):
+        try:
+            lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+        return sorted({x.split(maxsplit=5)[5] for x in lines if x.count(" ") >= 5 and "/" in x})
+    if sys.platform == "darwin":
+        dyld = ctypes.CDLL(None)
+        dyld._dyld_get_image_name.restype = ctypes.c_char_p
+        names = [dyld._dyld_get_image_name(i) for i in range(dyld._dyld_image_count())]
+        return sorted({n.decode(errors="replace") for n in names if n})
+    return []
+
+
+def _foreign_libraries(folder: Path) -> list[str]:
+    """Libraries of another llama.cpp or ggml that this process has already loaded."""
+    ours = os.path.realpath(folder)
+    foreign = []
+    for path in _mapped_files():
+        name = os.path.basename(path)
+        if name.startswith(("libllama.", "libggml")) and os.path.realpath(os.path.dirname(path)) != ours:
+            foreign.append(path)
+    return foreign
+
+
+def _refuse_foreign(folder: Path) -> None:
+    foreign = _foreign_libraries(folder)
+    if foreign:
+        raise LibraryError(
+            f"another llama.cpp is already loaded in this process ({foreign[0]}): two builds share "
+            "their symbols and would mix; import knapspec_edge before llama_cpp, or use the other "
+            "one in a process of its own"
+        )
+
+
+@lru_cache(maxsize=1)
+def load() -> ModuleType:
+    """The module llama_cpp.llama_cpp, bound to our libraries and initialised.
+
+    Raises LibraryError if they are missing, of another ABI, or another copy is loaded.
+    """
+    folder = library_folder()
+    if library_file("llama") is None:
+        raise LibraryError(
+            f"the patched llama.cpp is not in {folder}: install the package again (pip install .)"
+        )
+    _refuse_foreign(folder)
+    point_to_library()
+    try:
+        import llama_cpp.llama_cpp as llama
+    except (ImportError, OSError, RuntimeError) as error:
+        raise LibraryError(
+            f"llama-cpp-python could not load the libraries in {folder}: {error}"
+        ) from error
+    _refuse_foreign(folder)
+
+    from . import bindings
+
+    bindings.declare(llama._lib, folder)
+    abi = llama._lib.knapspec_abi()
+    if abi != ABI:
+        raise LibraryError(
+            f"the libraries in {folder} have interface {abi}, this program needs {ABI}: "
+            "install the package again (pip install .)"
+        )
+    level = bindings.LOG_LEVELS.get(os.environ.get("KNAPSPEC_EDGE_NATIVE_LOG", ""), 0)
+    llama._lib.knapspec_log_install(level)
+
+    ggml = ggml_library()
+    if ggml is not None and _has_loadable_backends(folder):
+        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+    llama.llama_backend_init()
+    return llama  # type: ignore[no-any-return]
+
+
+def _has_loadable_backends(folder: Path) -> bool:
+    """Whether backends are modules of their own (a build with GGML_BACKEND_DL)."""
+    info = build_info()
+    return bool(info.get("backend_modules")) or any(folder.glob("*ggml-cpu-*"))
+
+
+@lru_cache(maxsize=1)
+def ggml_library() -> ctypes.CDLL | None:
+    """libggml with the device functions declared, or None where it cannot be found."""
+    file = library_file("ggml")
+    if file is None:
+        return None
+    ggml = ctypes.CDLL(os.fspath(file))
+    # void ggml_backend_load_all_from_path(const char * dir_path);
+    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load_all_from_path.restype = None
+    # size_t ggml_backend_dev_count(void);
+    ggml.ggml_backend_dev_count.argtypes = []
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    # ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    # the following live in libggml-base, which libggml links
+    for name, result in (
+        ("ggml_backend_dev_name", ctypes.c_char_p),
+        ("ggml_backend_dev_description", ctypes.c_char_p),
+        ("ggml_backend_dev_type", ctypes.c_int),
+    ):
+        function = getattr(ggml, name)
+        function.argtypes = [ctypes.c_void_p]
+        function.restype = result
+    # void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
+    ggml.ggml_backend_dev_memory.argtypes = [
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.POINTER(ctypes.c_size_t),
+    ]
+    ggml.ggml_backend_dev_memory.restype = None
+    return ggml
+
+
+_DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
+
+
+def devices() -> list[dict[str, Any]]:
+    """Devices of the loaded backends: name, description, type, free and total bytes."""
+    load()
+    ggml = ggml_library()
+    found = []
+    for i in range(ggml.ggml_backend_dev_count() if ggml else 0):
+        device = ggml.ggml_backend_dev_get(i)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        kind = ggml.ggml_backend_dev_type(device)
+        found.append(
+            {
+                "name": ggml.ggml_backend_dev_name(device).decode(errors="replace"),
+                "description": ggml.ggml_backend_dev_description(device).decode(errors="replace"),
+                "type": _DEVICE_TYPES.get(kind, str(kind)),
+                "free_bytes": free.value,
+                "total_bytes": total.value,
+            }
+        )
+    return found
+
+
+@lru_cache(maxsize=1)
+def build_info() -> dict[str, Any]:
+    """What the build wrote down: upstream commit, patch digest, options. Empty if unreadable."""
+    for folder in (library_folder(), Path(__file__).parent):
+        try:
+            info = json.loads((folder / _BUILD_INFO).read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(info, dict):
+            return info
+    return {}
+
+
+def library_digest() -> str:
+    """Short name of the native code, part of the key under which measurements are kept.
+
+    Taken from size and modification time of each library file, which change with every build.
+    """
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(library_folder().glob("*")):
+        if file.is_file() and not file.name.endswith(".json"):
+            status = file.stat()
+            digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
+    return digest.hexdigest()[:16]
+
+
+def library_info() -> dict[str, Any]:
+    """What `doctor` shows. Raises LibraryError where the libraries cannot be loaded."""
+    llama = load()
+    build = build_info()
+    return {
+        "folder": os.fspath(library_folder()),
+        "abi": llama._lib.knapspec_abi(),
+        "digest": library_digest(),
+        "build": build,
+        "system_info": llama.llama_print_system_info().decode(errors="replace").strip(),
+        "gpu_offload": bool(llama.llama_supports_gpu_offload()),
+        "devices": devices(),
+    }

@@ -1,0 +1,254 @@
+"""The weights and the vocabulary of one GGUF file."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import Interrupted, ModelError, UsageError
+from . import bindings, library
+
+_VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+
+
+class Model:
+    """A loaded model. Close it (or use it as a context manager) after its contexts."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        gpu_layers: int | None = None,
+        progress: Callable[[float], bool] | None = None,
+    ) -> None:
+        """Raises LibraryError, ModelError if the file cannot be loaded, Interrupted if cancelled."""
+        if gpu_layers is not None and gpu_layers < 0:
+            raise UsageError(f"--gpu-layers must be 0 or more, not {gpu_layers}")
+        self.path = Path(path)
+        self._llama = library.load()
+        self._pointer: Any = None
+        parameters = self._llama.llama_model_default_params()
+        parameters.n_gpu_layers = -1 if gpu_layers is None else gpu_layers
+
+        cancelled = False
+        failure: BaseException | None = None
+
+        def report(fraction: float, _: object) -> bool:
+            # an exception must not cross the native frames
+            nonlocal cancelled, failure
+            try:
+                cancelled = progress is not None and not progress(fraction)
+            except BaseException as error:
+                failure = error
+            return not cancelled and failure is None
+
+        callback = self._llama.llama_progress_callback(report)
+        if progress is not None:
+            parameters.progress_callback = callback
+        self._llama._lib.knapspec_clear_error()
+        self._pointer = self._llama.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        if failure is not None:
+            self.close()
+            raise failure
+        if cancelled:
+            self.close()
+            raise Interrupted(f"loading {self.path.name} was cancelled")
+        if not self._pointer:
+            reason = bindings.last_error(self._llama._lib) or "no reason given"
+            raise ModelError(f"llama.cpp cannot load {self.path}: {reason}")
+        self._vocab = self._llama.llama_model_get_vocab(self._pointer)
+        self._piece = ctypes.create_string_buffer(256)
+
+    # lifetime
+
+    def close(self) -> None:
+        """Free the weights. Contexts of the model must be closed before."""
+        if self._pointer:
+            self._llama.llama_model_free(self._pointer)
+            self._pointer = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    @property
+    def pointer(self) -> Any:
+        """`llama_model *`. Raises ValueError after close()."""
+        if not self._pointer:
+            raise ValueError("the model is closed")
+        return self._pointer
+
+    # what it is
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """All scalar GGUF metadata as text."""
+        result = {}
+        get_key = self._llama.llama_model_meta_key_by_index
+        get_value = self._llama.llama_model_meta_val_str_by_index
+        for i in range(self._llama.llama_model_meta_count(self.pointer)):
+            key, value = self._read_text(get_key, i), self._read_text(get_value, i)
+            if key is not None and value is not None:
+                result[key] = value
+        return result
+
+    def _read_text(self, function: Callable[..., int], index: int) -> str | None:
+        size = 1024
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            length = function(self.pointer, index, buffer, size)
+            if length < 0:
+                return None
+            if length < size:
+                return buffer.value.decode(errors="replace")
+            size = length + 1
+
+    @property
+    def architecture(self) -> str:
+        return self.metadata.get("general.architecture", "unknown")
+
+    @property
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self._llama.llama_model_desc(self.pointer, buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    @property
+    def n_layer(self) -> int:
+        return int(self._llama.llama_model_n_layer(self.pointer))
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context length the model was trained with, tokens."""
+        return int(self._llama.llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def n_swa(self) -> int:
+        """Width of the sliding window, tokens; 0 without one."""
+        return int(self._llama.llama_model_n_swa(self.pointer))
+
+    @property
+    def n_params(self) -> int:
+        return int(self._llama.llama_model_n_params(self.pointer))
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._llama.llama_model_size(self.pointer))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer keeps a state that cannot be cut back token by token."""
+        return bool(
+            self._llama.llama_model_is_recurrent(self.pointer)
+            or self._llama.llama_model_is_hybrid(self.pointer)
+        )
+
+    @property
+    def has_decoder(self) -> bool:
+        return bool(self._llama.llama_model_has_decoder(self.pointer))
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(self._llama.llama_model_has_encoder(self.pointer))
+
+    @property
+    def is_diffusion(self) -> bool:
+        return bool(self._llama.llama_model_is_diffusion(self.pointer))
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the default chat template, or None for a base model."""
+        text = self._llama.llama_model_chat_template(self.pointer, None)
+        return text.decode(errors="replace") if text else None
+
+    # vocabulary
+
+    @cached_property
+    def n_vocab(self) -> int:
+        return int(self._llama.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def vocab_type(self) -> str:
+        """Tokenizer family: "spm", "bpe", "wpm", "ugm", ..."""
+        return _VOCAB_TYPES.get(self._llama.llama_vocab_type(self._vocab), "unknown")
+
+    @property
+    def bos_token(self) -> int | None:
+        token = int(self._llama.llama_vocab_bos(self._vocab))
+        return token if token >= 0 else None
+
+    @property
+    def eos_token(self) -> int | None:
+        token = int(self._llama.llama_vocab_eos(self._vocab))
+        return token if token >= 0 else None
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a prompt of this model starts with the beginning-of-sequence token."""
+        return bool(self._llama.llama_vocab_get_add_bos(self._vocab))
+
+    def tokenize(self, text: str, *, parse_special: bool, add_special: bool = False) -> list[int]:
+        """Token ids of `text`. With parse_special, control-token strings become control tokens.
+
+        Raises UsageError for text that is not valid Unicode.
+        """
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the text holds a broken character at {error.start}") from error
+        size = len(raw) + 2
+        while True:
+            tokens = (ctypes.c_int32 * size)()
+            n = self._llama.llama_tokenize(
+                self._vocab, raw, len(raw), tokens, size, add_special, parse_special
+            )
+            if n >= 0:
+                return list(tokens[:n])
+            size = -n
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of a token; control tokens are empty unless `special`."""
+        self._check_token(token)
+        size = len(self._piece)
+        n = self._llama.llama_token_to_piece(self._vocab, token, self._piece, size, 0, special)
+        if n < 0:
+            self._piece = ctypes.create_string_buffer(-n)
+            n = self._llama.llama_token_to_piece(self._vocab, token, self._piece, -n, 0, special)
+        return self._piece.raw[:n]
+
+    def token_text(self, token: int) -> str:
+        """The token as the vocabulary spells it."""
+        self._check_token(token)
+        text = self._llama.llama_vocab_get_text(self._vocab, token)
+        return text.decode(errors="replace") if text else ""
+
+    def is_control(self, token: int) -> bool:
+        self._check_token(token)
+        return bool(self._llama.llama_vocab_is_control(self._vocab, token))
+
+    def is_end(self, token: int) -> bool:
+        """Whether a generation ends with this token."""
+        self._check_token(token)
+        return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
+
+    def _check_token(self, token: int) -> None:
+        # the native functions trust their argument
+        if not 0 <= token < self.n_vocab:
+            raise ValueError(f"token {token} is outside 0..{self.n_vocab - 1}")
