@@ -489,7 +489,7 @@ def _path() -> str:
 def library_folder() -> Path:
     """The installed libraries; an editable package has its Python files elsewhere."""
     found = sorted(VENV.glob("lib*/python*/site-packages/knapspec_edge/native/lib"))
-    return found[-1] if found else VENV / "Lib/site-packages/knapspec_edge/native/lib"
+    return found[0] if found else VENV / "Lib/site-packages/knapspec_edge/native/lib"
 
 
 def _tool(name: str) -> str:
@@ -503,11 +503,15 @@ def _tool(name: str) -> str:
 # The two commands
 
 
+def _has_log() -> bool:
+    return LOG.exists() and LOG.stat().st_size > 0
+
+
 def _guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except SetupError as error:
-        detail = f"\nThe whole output is in {LOG}" if LOG.exists() else ""
+        detail = f"\nThe whole output is in {LOG}" if _has_log() else ""
         print(f"knapspec-edge: set-up failed: {error}{detail}", file=sys.stderr)
         return 1
     except OSError as error:
