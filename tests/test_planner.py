@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -327,7 +328,8 @@ class TestMeasurement:
         backend = toy()
         backend.prefill([1, 2, 3], naive.Sampling())
         plans = [None, Plan.skipping(12, [4]), Plan.skipping(12, [0, 5])]
-        picks, probabilities = evaluate_plans(backend, [4, 5, 6, 7, 8], plans, 2)
+        first, picks, probabilities = evaluate_plans(backend, [4, 5, 6, 7, 8], plans, 2)
+        assert first == 0
         assert backend.tokens == (1, 2, 3)
         backend.check_ledger()
         for row, plan in enumerate(plans):
@@ -433,6 +435,44 @@ class TestDecision:
         backend.on_call = switch
         assert decide_for(toy()).state == "on"
         assert decide_for(backend).state == "off"
+
+    def test_a_busy_machine_is_not_believed_and_not_remembered(self, tmp_path: Path) -> None:
+        backend = toy()
+        noise = itertools.cycle([0.0, 90.0, 5.0, 200.0, 30.0])
+
+        def busy(_: str) -> None:
+            backend.now_ms += next(noise)
+
+        backend.on_call = busy
+        decision = decide_for(backend, Store(tmp_path))
+        assert decision.state == "off"
+        assert "too busy" in decision.reason
+        assert decision.draft is not None
+        assert list(tmp_path.iterdir()) == []
+
+    def test_drift_of_the_machine_does_not_hide_what_sublayers_cost(self) -> None:
+        backend = toy()
+
+        def slower_and_slower(_: str) -> None:
+            backend.now_ms += backend.now_ms * 2e-4
+
+        backend.on_call = slower_and_slower
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        assert profile.kinds["mlp"].item_ms == pytest.approx(1.0, rel=0.25)
+
+    def test_a_wrong_estimate_does_not_cost_minutes(self) -> None:
+        """Fast at first, then something else takes the machine."""
+        backend = toy(Costs(0.2, 0.3, 0.1, 0.0, 0.1, 0.05), n_layer=20)
+        calls = itertools.count()
+
+        def taken(_: str) -> None:
+            backend.now_ms += 0.0 if next(calls) < 60 else 150.0
+
+        backend.on_call = taken
+        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        assert any("out of time" in note for note in profile.notes)
+        assert len(profile.items) == 40
+        assert profile.elapsed_ms < 3.5 * profile.budget_ms
 
     def test_harmful_items_are_never_left_out(self) -> None:
         backend = toy(harm={1: 0.9, 10: 0.5})

@@ -154,6 +154,17 @@ class Profile:
     budget_ms: float
     notes: tuple[str, ...] = field(default=())
 
+    @property
+    def spread(self) -> float:
+        """Quartile distance of the full step relative to its median."""
+        step = self.step
+        return (step.high_ms - step.low_ms) / step.median_ms if step.median_ms > 0.0 else 0.0
+
+    @property
+    def blind(self) -> bool:
+        """Whether no sublayer was seen to cost anything: then noise hid all there is."""
+        return all(cost.item_ms == 0.0 for cost in self.kinds.values())
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -319,28 +330,43 @@ class _Measurement:
             variants[kind, "all"] = Plan.skipping(n, indices)
             variants[kind, "half"] = Plan.skipping(n, indices[1::2] or indices)
         samples: dict[tuple[str, str], list[float]] = {name: [] for name in variants}
+        # of each repetition the faster step: what else the machine does only ever adds time
+        fastest: dict[tuple[str, str], list[float]] = {name: [] for name in variants}
         for repeat in range(repeats + 1):
             for name, plan in variants.items():
-                for i, token in enumerate(window[:_STEP_TOKENS]):
-                    ms = self._time(partial(backend.decode, token, GREEDY, plan))
-                    if repeat > 0 and i > 0:
-                        samples[name].append(ms)
+                times = [
+                    self._time(partial(backend.decode, token, GREEDY, plan))
+                    for token in window[:_STEP_TOKENS]
+                ][1:]
                 rewind(backend, start)
                 self._report()
-        full = Timing.of(samples["", "full"])
+                if repeat > 0:
+                    samples[name] += times
+                    fastest[name].append(min(times))
+            if repeat > 0 and self._late():
+                break
+
+        def saved_ms(name: tuple[str, str]) -> float:
+            # Paired within a repetition, so that a slow drift of the machine cancels out.
+            pairs = zip(fastest["", "full"], fastest[name], strict=True)
+            return statistics.median(full - left for full, left in pairs)
+
         kinds = {}
         for kind, indices in members.items():
-            all_skipped = Timing.of(samples[kind, "all"])
-            half_skipped = Timing.of(samples[kind, "half"])
             halves = len(indices[1::2] or indices)
             # Least squares through the full step: saved = items left out * item_ms.
             points = (
-                (len(indices), full.median_ms - all_skipped.median_ms),
-                (halves, full.median_ms - half_skipped.median_ms),
+                (len(indices), saved_ms((kind, "all"))),
+                (halves, saved_ms((kind, "half"))),
             )
             item_ms = sum(k * saved for k, saved in points) / sum(k * k for k, _ in points)
-            kinds[kind] = KindCost(len(indices), all_skipped, half_skipped, max(0.0, item_ms))
-        return full, kinds
+            kinds[kind] = KindCost(
+                len(indices),
+                Timing.of(samples[kind, "all"]),
+                Timing.of(samples[kind, "half"]),
+                max(0.0, item_ms),
+            )
+        return Timing.of(samples["", "full"]), kinds
 
     def _verifications(self, window: Sequence[int], effort: Effort) -> dict[int, Timing]:
         """Time of one pass of the full model over b tokens, for each b."""
@@ -354,6 +380,8 @@ class _Measurement:
                 if repeat > 0:
                     samples[b].append(ms)
                 self._report()
+            if repeat > 0 and self._late():
+                break
         return {b: Timing.of(times) for b, times in samples.items()}
 
     def _items(self, window: Sequence[int], stride: int) -> tuple[tuple[ItemAgreement, ...], float]:
@@ -364,13 +392,21 @@ class _Measurement:
         if len(chosen) < n:
             self.notes.append(f"{len(chosen)} of {n} sublayers probed, the others interpolated")
         plans: list[Plan | None] = [None, *(Plan.skipping(n, [i]) for i in chosen)]
-        picks, _ = evaluate_plans(
-            backend, window, plans, self.config.measure_block_tokens, self._report
+        first, picks, _ = evaluate_plans(
+            backend,
+            window,
+            plans,
+            self.config.measure_block_tokens,
+            report=self._report,
+            enough=self._late,
         )
-        target = picks[0]
-        agreement = (picks[1:] == target).mean(axis=1)
+        if first:
+            self.notes.append(f"items judged on {len(window) - first} tokens: out of time")
+        target = picks[0, first:]
+        agreement = (picks[1:, first:] == target).mean(axis=1)
         items = _interpolated(backend, dict(zip(chosen, agreement.tolist(), strict=True)))
-        batch_agreement = float((target[:-1] == np.array(window[1:], dtype=np.int32)).mean())
+        own = np.array(window[first + 1 :], dtype=np.int32)  # i32 [window - first - 1]
+        batch_agreement = float((target[:-1] == own).mean()) if own.size else 1.0
         return items, batch_agreement
 
     def _time(self, call: Callable[[], object]) -> float:
@@ -380,6 +416,11 @@ class _Measurement:
 
     def _elapsed_ms(self) -> float:
         return 1000.0 * (self.clock() - self._started)
+
+    def _late(self) -> bool:
+        """Whether the estimate was wrong or the machine got busy, and it is time to make do."""
+        allowed_ms = 1000.0 * self.config.measure_budget_seconds * self.config.measure_overrun
+        return self._elapsed_ms() > allowed_ms
 
     def _report(self) -> None:
         # The plan of work is an estimate, so the bar waits just short of the end.
@@ -399,13 +440,16 @@ def evaluate_plans(
     window: Sequence[int],
     plans: Sequence[Plan | None],
     block_tokens: int,
+    *,
     report: Callable[[], None] = lambda: None,
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    enough: Callable[[], bool] = lambda: False,
+) -> tuple[int, NDArray[np.int32], NDArray[np.float32]]:
     """Greedy picks i32 [plans, window] and their probabilities f32 [plans, window].
 
     The window is walked from its end in blocks, and every block of a plan is computed behind keys
     of the full model, as a draft is; going backwards, nothing has to be restored in between. The
-    cache is left where it was.
+    cache is left where it was. `enough` is asked after each block and may end it: only columns from
+    the first returned value on are computed.
     """
     start = backend.n_past
     block = max(1, min(block_tokens, backend.max_verify_tokens))
@@ -423,13 +467,15 @@ def evaluate_plans(
                     backend.evaluate(inputs, plan)
                 )
                 report()
+            if enough():
+                break
     finally:
         rewind(backend, min(start, backend.n_past))
-    return picks, probabilities
+    return i, picks, probabilities
 
 
 def _probed(backend: Backend, stride: int) -> list[int]:
-    """Every k-th sublayer of each kind, and always its first two and its last: they differ most."""
+    """Every k-th sublayer of each kind, and always its first and last two: they differ most."""
     by_kind: dict[str, list[int]] = {}
     for i, sublayer in enumerate(backend.sublayers):
         by_kind.setdefault(sublayer.kind.value, []).append(i)
@@ -437,7 +483,7 @@ def _probed(backend: Backend, stride: int) -> list[int]:
     for indices in by_kind.values():
         chosen.update(indices[::stride])
         if stride > 1:
-            chosen.update([*indices[:2], indices[-1]])
+            chosen.update([*indices[:2], *indices[-2:]])
     return sorted(chosen)
 
 

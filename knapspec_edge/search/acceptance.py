@@ -42,7 +42,7 @@ def judge(
         return []
     if len(window) < 2:
         raise ValueError("a window of at least 2 tokens is needed to judge a plan")
-    picks, probabilities = evaluate_plans(backend, window, plans, block_tokens, report)
+    _, picks, probabilities = evaluate_plans(backend, window, plans, block_tokens, report=report)
     return [
         Judgement(
             plan,

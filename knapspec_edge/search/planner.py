@@ -115,7 +115,7 @@ def decide(
         raise
     except KnapspecError as error:
         return Decision("off", f"off: the measurement failed: {error}")
-    if store is not None:
+    if store is not None and not _too_noisy(profile, config):
         store.save(key, _to_json(profile, finalists))
     return choose(profile, finalists, backend.sublayers, config)
 
@@ -153,12 +153,14 @@ def candidate_plans(
     throughput, because the product of singles is a rough guide over long distances.
     """
     model = LatencyModel(profile, sublayers)
-    unit_ms = model.step_ms / config.plan_latency_units
+    # at least a microsecond, so that a clock that stands still divides nothing by zero
+    unit_ms = max(0.001, model.step_ms / config.plan_latency_units)
     samples = len(profile.window)
     modes: list[tuple[Mode, ...]] = []
     items: list[tuple[Option, ...]] = []
     for item in profile.items:
-        units = round(model.saving_ms(item.index) / unit_ms) if unit_ms > 0.0 else 0
+        # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
+        units = 1 if profile.blind else round(model.saving_ms(item.index) / unit_ms)
         if units >= 1 and item.agreement >= config.plan_floor_agreement:
             modes.append((FULL, SKIP))
             items.append((Option(0, 0.0), Option(units, loss(item.agreement, samples))))
@@ -205,10 +207,19 @@ def choose(
             from_cache=from_cache,
         )
     best = ranked[0]
-    on = best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
+    noisy = _too_noisy(profile, config)
+    on = not noisy and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
+    if noisy:
+        step = profile.step
+        reason = (
+            f"off: the machine was too busy to measure (a step took {step.low_ms:.1f} to "
+            f"{step.high_ms:.1f} ms); it will be measured again next time"
+        )
+    else:
+        reason = _reason(best, on, len(sublayers), config)
     return Decision(
         "on" if on else "off",
-        _reason(best, on, len(sublayers), config),
+        reason,
         best.draft,
         best.predicted_ratio,
         baseline,
@@ -231,6 +242,11 @@ def _reason(best: Alternative, on: bool, n_sublayers: int, config: Config) -> st
     if best.predicted_ratio > 1.0:
         return f"off: the best draft {figures}, less than the {1.0 + config.plan_margin:.2f}x asked"
     return f"off: the best draft {figures}"
+
+
+def _too_noisy(profile: Profile, config: Config) -> bool:
+    """A measurement that says more about what else ran than about the model."""
+    return profile.blind or profile.spread > config.measure_max_spread
 
 
 def _geometric_rate(model: LatencyModel, plan: Plan, alpha: float, config: Config) -> float:
@@ -264,7 +280,10 @@ def _best_length(
         return verify_scale * model.verify_ms(tokens)
 
     best: tuple[int, Replay] | None = None
-    for gamma in _lengths(model, config):
+    # Every length is replayed from the same places, or a lucky place would favour one of them.
+    lengths = [g for g in _lengths(model, config) if 2 * g <= len(judgement.agree) + 1]
+    starts = len(judgement.agree) - max(lengths, default=0) + 1
+    for gamma in lengths:
         result = replay(
             judgement.agree,
             judgement.probability,
@@ -272,6 +291,7 @@ def _best_length(
             config.draft_min_probability,
             draft_ms,
             verify_ms,
+            starts,
         )
         if result is not None and (best is None or result.ms_per_token < best[1].ms_per_token):
             best = (gamma, result)
@@ -307,6 +327,8 @@ def _measure_all(
         clock=clock,
     )
     plans = candidate_plans(profile, backend.sublayers, config)
+    if profile.elapsed_ms > profile.budget_ms:
+        plans = plans[1::2] or plans  # out of time: every other one, over the whole range
     try:
         backend.prefill(profile.prompt, GREEDY)
         done = 0

@@ -67,15 +67,17 @@ def replay(
     min_probability: float,
     draft_ms: float,
     verify_ms: Callable[[int], float],
+    starts: int | None = None,
 ) -> Replay | None:
-    """Run the loop's rounds from every place of a judged window.
+    """Run the loop's rounds from the first `starts` places of a judged window (None: from all).
 
     `agree[i]` says whether the draft's pick after input i is the target's, `probability[i]` how
     sure it was. As in the loop, a doubtful token is still drafted and ends the draft. After a wrong
     token a real draft goes on from it; how long is estimated by the confidences at the same places.
     None if the window is shorter than a draft.
     """
-    starts = len(agree) - draft_tokens + 1
+    possible = len(agree) - draft_tokens + 1
+    starts = possible if starts is None else min(starts, possible)
     if starts < 1 or draft_tokens < 1:
         return None
     tokens = drafted_total = 0
