@@ -362,6 +362,12 @@ def install_bindings(progress: Progress) -> None:
     )
 
 
+def forget_options(folder: Path) -> None:
+    """Drop CMake's cached options, which outlive the CMAKE_ARGS they came from; keep objects."""
+    for cache in folder.glob("CMakeCache.txt"):
+        cache.unlink()
+
+
 def install_package(progress: Progress, arguments: str) -> None:
     env = {"CMAKE_ARGS": arguments}
     execute(pip("install", "-v", "--no-build-isolation", "--editable", "."), progress, env=env)
@@ -404,6 +410,9 @@ def set_up(*, tests: bool) -> dict[str, Any]:
                 # the pin or the build requirements may be what changed
                 install_build_tools(progress)
                 install_bindings(progress)
+            if arguments != state.get("cmake_args"):
+                for folder in (ROOT / "build").glob("py3-none-*"):
+                    forget_options(folder)
             with progress.phase("Compiling llama.cpp and installing knapspec-edge"):
                 install_package(progress, arguments)
             state = {"inputs": wanted, "cmake_args": arguments, "tests": False}
@@ -450,6 +459,8 @@ def build_pristine(arguments: str) -> dict[str, str]:
         progress = Progress(total=2)
         build = PRISTINE / "build"
         build.mkdir(parents=True, exist_ok=True)
+        if read_state(marker).get("cmake_args") != arguments:
+            forget_options(build)
         with progress.phase("Compiling llama.cpp without our patches, for comparison"):
             cmake = _tool("cmake")
             command: list[str | Path] = [cmake, "-S", ROOT, "-B", build]
