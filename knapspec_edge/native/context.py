@@ -268,7 +268,8 @@ class LlamaBackend:
         window = self.model.n_swa
         if n_tokens and window:
             first = self._llama.llama_memory_seq_pos_min(self._memory, 0)
-            if first > max(0, n_tokens - window):
+            # -1: none of the sequence is left in that cache
+            if first < 0 or first > max(0, n_tokens - window):
                 self._llama.llama_memory_clear(self._memory, True)
                 self._n_past = 0
                 raise RollbackError(

@@ -101,7 +101,7 @@ knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uin
             return *slot;
         }
     }
-    if (kept.size() >= n_keep) {
+    if (kept.size() >= std::max<size_t>(n_keep, 1)) {
         restore();
         ctx.synchronize();
         kept.erase(std::min_element(kept.begin(), kept.end(), [](const auto & a, const auto & b) {
@@ -121,9 +121,11 @@ knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uin
 }
 
 void knapspec_context::before_graph(const llama_ubatch & ubatch) {
-    // parallel pipelines and samplers inside the graph stay with the context's own scheduler
-    const bool keep = n_keep > 0 && ubatch.n_tokens <= MAX_KEPT_TOKENS && !ctx.cparams.pipeline_parallel &&
-                      ctx.sampling.samplers.empty() && ctx.gf_res_reserve;
+    // A scheduler trusts that a graph of as many nodes as the one before has the same topology, and places its tensors
+    // as before. Two plans that skip equally much break that trust, so a pruned graph always has a scheduler of its own.
+    // Parallel pipelines and samplers inside the full graph stay with the context's own.
+    const bool keep = !plan.empty() || (n_keep > 0 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
+                                        !ctx.cparams.pipeline_parallel && ctx.sampling.samplers.empty());
     if (keep) {
         graph_slot & slot = slot_for(ubatch.n_tokens, ctx.n_outputs);
         if (current != &slot) {
@@ -135,11 +137,7 @@ void knapspec_context::before_graph(const llama_ubatch & ubatch) {
     } else {
         restore();
     }
-    graph_slot & active = current ? *current : own;
-    if (active.built_plan != plan) {
-        ctx.gf_res_prev_active = nullptr;
-    }
-    n_nodes = active.n_nodes;
+    n_nodes = current ? current->n_nodes : own.n_nodes;
     n_computed++;
 }
 
@@ -160,10 +158,7 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             return false;
         }
     }
-    graph_slot & active = current ? *current : own;
-    active.built_plan = plan;
-    active.n_nodes    = ggml_graph_n_nodes(res.get_gf());
-    n_nodes = active.n_nodes;
+    n_nodes = (current ? current : &own)->n_nodes = ggml_graph_n_nodes(res.get_gf());
     n_built++;
     return true;
 }

@@ -27,7 +27,7 @@ public:
     // --- hooks, called by llama_context ---
 
     // Before a graph is taken for this ubatch: make the scheduler and the graphs kept for (plan, tokens, outputs) those of
-    // the context, and forbid the reuse of a graph that was built under another plan.
+    // the context. So a graph is only ever reused under the plan it was built for.
     void before_graph(const llama_ubatch & ubatch);
 
     // After the architecture built its graph: leave out what the plan skips. False: the plan cannot be honoured.
@@ -78,7 +78,6 @@ private:
         uint32_t             n_outputs = 0;
 
         uint64_t             last_used = 0;
-        std::vector<int32_t> built_plan;  // what the active graph was built under
         int64_t              n_nodes = 0;
 
         ggml_backend_sched_ptr              sched;

@@ -199,10 +199,10 @@ private:
     bool split(const ggml_tensor * x, ggml_tensor *& residual, ggml_tensor *& branch, int depth = 3) const {
         for (int k = 0; k < 2; ++k) {
             const cone c = cone_of(x->src[k], { strip(x->src[1 - k]) });
-            if (c.hit && c.product) {
+            if (c.hit) {
                 residual = x->src[1 - k];
                 branch   = x->src[k];
-                return true;
+                return c.product;
             }
         }
         for (int k = 0; k < 2; ++k) {
@@ -215,7 +215,10 @@ private:
                 }
                 inner = strip(shared);
                 const cone c = cone_of(x->src[k], { inner });
-                if (c.hit && c.product) {
+                if (c.hit && !c.product) {
+                    break;
+                }
+                if (c.hit) {
                     residual = x->src[1 - k];
                     branch   = x->src[k];
                     return true;
