@@ -201,7 +201,7 @@ def execute(
     environment["PYTHONUNBUFFERED"] = "1"
     lines: list[str] = []
     last_shown = 0.0
-    with open(LOG, "a", encoding="utf-8", errors="replace") as log:
+    with open(LOG, "a", buffering=1, encoding="utf-8", errors="replace") as log:
         log.write(f"\n$ {' '.join(words)}\n")
         with subprocess.Popen(
             words,
