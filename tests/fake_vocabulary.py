@@ -106,9 +106,7 @@ class FakeVocabulary:
     def token_text(self, token: int) -> str:
         return self._bytes[token].decode("utf-8", "replace")
 
-    def tokenize(
-        self, text: str, *, parse_special: bool, add_special: bool = False
-    ) -> list[int]:
+    def tokenize(self, text: str, *, parse_special: bool, add_special: bool = False) -> list[int]:
         fragments: list[bytes | int] = [text.encode()] if text else []
         for name in sorted(self.special, key=len, reverse=True):
             token = self.special[name]

@@ -19,7 +19,9 @@ def stream(vocabulary: FakeVocabulary, tokens: list[int], **settings: bool) -> l
     return [decoder.push(token) for token in tokens]
 
 
-@pytest.mark.parametrize("text", ["👋🏽 family 👩‍👩‍👧", "日本語のテキスト", "naïve café", "a\u0301"])
+@pytest.mark.parametrize(
+    "text", ["👋🏽 family 👩‍👩‍👧", "日本語のテキスト", "naïve café", "a\u0301"]
+)
 def test_characters_split_into_bytes_arrive_whole(text: str) -> None:
     tokens = list(text.encode())  # ids 0..255 are the bytes
     pieces = stream(BPE, tokens)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, UsageError
+from ..native import library
 from .builtin_templates import BUILTIN
 from .vocabulary import Vocabulary, start_prompt
 
@@ -30,7 +32,7 @@ _MAX_TEMPLATE_BYTES = 4 << 20
 
 
 class _Refused(Exception):
-    """The template ran and did not take these messages (raise_exception, or a failing expression)."""
+    """The template ran and did not take these messages (raise_exception, failing expression)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class ChatTemplate:
         self.origin = origin
         self._vocabulary = vocabulary
         self._strips: dict[int, tuple[bool, bool]] = {}
-        self._render = _compile(source, vocabulary, origin)
+        self._renderer = _Renderer(source, vocabulary, origin)
+        self._render = self._renderer.render
         self.extra_end_tokens: frozenset[int] = frozenset()
         self.stop: tuple[str, ...] = ()
         if end_of_turn:
@@ -73,8 +76,16 @@ class ChatTemplate:
             else:
                 self.stop = (end_of_turn,)
 
-    def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Rendered:
+    def apply(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime | None = None,
+    ) -> Rendered:
         """Token ids of a conversation, BOS included exactly once where the model wants one.
+
+        `now`: the time for templates that write the date (None: the real one).
 
         A system prompt the template refuses or leaves out goes in front of the first user message,
         and `notices` says so. Raises ModelError, one line, where the template takes neither.
@@ -82,6 +93,7 @@ class ChatTemplate:
         if not messages:
             raise UsageError("a conversation needs at least one message")
         chosen = [{"role": m["role"], "content": m["content"]} for m in messages]
+        self._renderer.now = now or datetime.now()
         try:
             pieces = self._pieces(chosen, add_generation_prompt)
             notices: tuple[str, ...] = ()
@@ -189,7 +201,7 @@ class ChatTemplate:
         return tokens
 
     def _find_controls(self, text: str) -> list[tuple[str, int | None]]:
-        """Cut text at the control tokens the tokenizer sees in it: (text, control token or None)."""
+        """Cut text at the control tokens the tokenizer sees: (text, control token or None)."""
         if not text:
             return []
         parts: list[tuple[str, int | None]] = []
@@ -224,9 +236,7 @@ class ChatTemplate:
         return self._strips[token]
 
 
-def choose_template(
-    vocabulary: Vocabulary, override: str | None = None
-) -> ChatTemplate | None:
+def choose_template(vocabulary: Vocabulary, override: str | None = None) -> ChatTemplate | None:
     """The template to chat with: the override (a built-in name or a file), else the GGUF's own.
 
     None where the model has none. Raises UsageError for an unknown name or unreadable file,
@@ -268,45 +278,51 @@ def _read_template(path: str) -> str:
         raise UsageError(f"the template file {path} is not UTF-8 text") from None
 
 
-def _compile(
-    source: str, vocabulary: Vocabulary, origin: str
-) -> Callable[[list[Message], bool], str]:
-    """The template as a function of (messages, add_generation_prompt); it raises _Refused."""
-    import knapspec_edge.native  # noqa: F401  (it decides which library the next import loads)
-    from jinja2 import TemplateSyntaxError
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+class _Renderer:
+    """llama-cpp-python's Jinja formatter around one template.
 
-    def text_of(token: int | None) -> str:
-        if token is None:
-            return ""
-        return vocabulary.token_bytes(token, special=True).decode("utf-8", "replace")
+    Raises ModelError, one line, where the template cannot be compiled.
+    """
 
-    try:
-        formatter = Jinja2ChatFormatter(
-            template=source,
-            eos_token=text_of(vocabulary.eos_token),
-            bos_token=text_of(vocabulary.bos_token),
-        )
-    except TemplateSyntaxError as error:
-        raise ModelError(
-            f"{origin} cannot be read (line {error.lineno}: {_one_line(error)}); "
-            "choose another with --template NAME or FILE"
-        ) from None
-    except Exception as error:  # the sandbox refuses some templates with other classes
-        raise ModelError(
-            f"{origin} cannot be read ({_one_line(error)}); "
-            "choose another with --template NAME or FILE"
-        ) from None
+    def __init__(self, source: str, vocabulary: Vocabulary, origin: str) -> None:
+        library.load()  # the import below must find our llama.cpp, and no other
+        from jinja2 import TemplateSyntaxError
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-    def render(messages: list[Message], add_generation_prompt: bool) -> str:
-        formatter.add_generation_prompt = add_generation_prompt
-        typed: Any = messages
+        def text_of(token: int | None) -> str:
+            if token is None:
+                return ""
+            return vocabulary.token_bytes(token, special=True).decode("utf-8", "replace")
+
+        self.now = datetime.now()
         try:
-            return str(formatter(messages=typed).prompt)
+            self._formatter: Any = Jinja2ChatFormatter(
+                template=source,
+                eos_token=text_of(vocabulary.eos_token),
+                bos_token=text_of(vocabulary.bos_token),
+            )
+        except Exception as error:  # Jinja's sandbox has several classes for what it refuses
+            where = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise ModelError(
+                f"{origin} cannot be read ({where}{_one_line(error)}); "
+                "choose another with --template NAME or FILE"
+            ) from None
+        # One moment for all renderings of a prompt, so that the clock cannot make them differ.
+        setattr(self._formatter, "strftime_now", self._strftime)  # noqa: B010  (a static method)
+
+    def _strftime(self, form: str) -> str:
+        return self.now.strftime(form)
+
+    def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        """The prompt's text. Raises _Refused."""
+        self._formatter.add_generation_prompt = add_generation_prompt
+        try:
+            try:
+                return str(self._formatter(messages=messages).prompt)
+            except TypeError:  # templates made for tools loop over them without asking
+                return str(self._formatter(messages=messages, tools=[]).prompt)
         except Exception as error:  # anything a template's own code can raise
             raise _Refused(_one_line(error)) from None
-
-    return render
 
 
 def _fold_system(messages: list[Message]) -> list[Message] | None:

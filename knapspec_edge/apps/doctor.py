@@ -1,0 +1,207 @@
+"""The `doctor` command: what is installed, what this machine offers, and what a model allows.
+
+Works while parts are missing; each missing part is a finding, not a failure of the doctor.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import KnapspecError
+
+_PACKAGES = (
+    "llama-cpp-python",
+    "gguf",
+    "numpy",
+    "numba",
+    "click",
+    "rich",
+    "prompt_toolkit",
+    "platformdirs",
+)
+_PROBE_CTX_TOKENS = 256  # enough to build the graph that is looked at
+
+
+def examine(model: str | None = None) -> dict[str, Any]:
+    """All findings, JSON-ready. `problems` holds one line for each thing that keeps the program,
+    or the given model, from working; `remarks` what is slower or missing without being wrong.
+    """
+    problems: list[str] = []
+    remarks: list[str] = []
+    packages = {name: _version(name) for name in _PACKAGES}
+    report: dict[str, Any] = {
+        "version": __version__,
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "platform": {
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "usable_cpus": _usable_cpus(),
+        },
+        "packages": packages,
+        "library": _library(problems),
+        "folders": _folders(remarks),
+    }
+    if packages["numba"] is None:
+        remarks.append("numba is not installed: searching for plans is slower")
+    if model is not None:
+        report["model"] = _model(model, problems, remarks, with_library=not problems)
+    report["problems"] = problems
+    report["remarks"] = remarks
+    return report
+
+
+def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report as (name, value) rows for people."""
+    machine = report["platform"]
+    rows = [
+        ("knapspec-edge", report["version"]),
+        ("Python", f"{report['python']['version']} ({report['python']['executable']})"),
+        ("platform", f"{machine['system']}, {machine['usable_cpus']} of {machine['cpus']} CPUs"),
+    ]
+    rows += [(name, version or "missing") for name, version in report["packages"].items()]
+    rows += [
+        (f"library {name.replace('_', ' ')}", _shown(value))
+        for name, value in report["library"].items()
+    ]
+    for name, folder in report["folders"].items():
+        state = "writable" if folder["writable"] else "not writable"
+        free = "" if folder["free_bytes"] is None else f", {folder['free_bytes'] >> 20} MiB free"
+        rows.append((f"{name} folder", f"{folder['path']} ({state}{free})"))
+    rows += [
+        (f"model {name.replace('_', ' ')}", _shown(value))
+        for name, value in report.get("model", {}).items()
+    ]
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_shown(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(v) for v in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cpus() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _library(problems: list[str]) -> dict[str, Any]:
+    """What the patched llama.cpp says about itself, or why it could not be asked."""
+    try:
+        from .. import native
+
+        return {"loaded": True, **native.library_info()}
+    except (KnapspecError, ImportError, OSError) as error:
+        problem = " ".join(str(error).split())
+        if not isinstance(error, KnapspecError):
+            problem = f"the patched llama.cpp cannot be used ({problem}); install the package again"
+        problems.append(problem)
+        return {"loaded": False, "error": problem}
+
+
+def _folders(remarks: list[str]) -> dict[str, Any]:
+    from ..models import cache_root, models_folder
+
+    found = {}
+    for name, folder in (("cache", cache_root()), ("models", models_folder())):
+        writable = _writable(folder)
+        if not writable:
+            remarks.append(f"the {name} folder {folder} cannot be written: nothing is kept there")
+        found[name] = {"path": str(folder), "writable": writable, "free_bytes": _free(folder)}
+    return found
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _writable(folder: Path) -> bool:
+    # Asking the file system is the only reliable answer (read-only mounts, quotas, root). A folder
+    # that does not exist yet is judged by the nearest one that does.
+    try:
+        with tempfile.TemporaryFile(dir=_existing(folder)):
+            return True
+    except OSError:
+        return False
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(_existing(folder)).free
+    except OSError:
+        return None
+
+
+def _model(
+    model: str, problems: list[str], remarks: list[str], *, with_library: bool
+) -> dict[str, Any]:
+    """What the file is, and whether its sublayers can be left out."""
+    from .. import gguf_check, models
+
+    try:
+        info = gguf_check.inspect(models.resolve(model))
+    except KnapspecError as error:
+        problems.append(str(error))
+        return {"usable": False}
+    found: dict[str, Any] = {
+        "usable": True,
+        "path": str(info.path),
+        "name": info.name,
+        "architecture": info.architecture,
+        "layers": info.n_layers,
+        "trained_context": info.context_length,
+        "file_type": info.file_type,
+        "size_bytes": info.size_bytes,
+        "parameters": info.n_params,
+        "tied_embeddings": info.tied_embeddings,
+        "chat_template": info.has_chat_template,
+        "fingerprint": gguf_check.fingerprint(info),
+    }
+    if not with_library:
+        return found
+    from .. import native
+
+    try:
+        with (
+            native.open_model(info.path) as opened,
+            native.open_context(opened, ctx_tokens=_PROBE_CTX_TOKENS) as backend,
+        ):
+            kinds: dict[str, int] = {}
+            for sublayer in backend.sublayers:
+                kinds[sublayer.kind.value] = kinds.get(sublayer.kind.value, 0) + 1
+            found["sublayers"] = kinds or "none found"
+            found["speculation"] = backend.refusal or "possible"
+            found["settings"] = dict(backend.settings)
+            if backend.refusal is not None:
+                remarks.append(f"speculation is not possible with this model: {backend.refusal}")
+    except KnapspecError as error:
+        found["usable"] = False
+        problems.append(str(error))
+    return found

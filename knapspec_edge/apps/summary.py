@@ -1,0 +1,113 @@
+"""Statistics of an answer, for people (one line, a few lines) and for programs (JSON)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..decode.stats import timings
+from ..engine import Answer, Speculation
+from ..records import Draft, SubLayer
+
+
+def statistics_line(answer: Answer) -> str:
+    """One line after an answer: how fast, and what speculation did or why it is off."""
+    stats = answer.stats
+    parts = [f"{_count(stats.completion_tokens, 'token')}"]
+    if stats.predicted_ms > 0.0:
+        parts[0] += f", {stats.predicted_per_second:.1f} tokens/s"
+    prompt = f"prompt {stats.prompt_tokens}"
+    if stats.cached_tokens:
+        prompt += f" ({stats.cached_tokens} cached)"
+    parts.append(prompt)
+    if stats.draft_n:
+        share = 100.0 * stats.draft_n_accepted / stats.draft_n
+        parts.append(f"drafted {stats.draft_n}, accepted {stats.draft_n_accepted} ({share:.0f} %)")
+        if stats.speculation_stopped:
+            parts.append(stats.speculation_stopped)
+    elif answer.speculation.state == "on":
+        parts.append("speculation on, nothing drafted")
+    else:
+        parts.append(f"speculation off: {_reason(answer.speculation)}")
+    if answer.sampling.temperature > 0.0:
+        parts.append(f"seed {answer.sampling.seed}")
+    return " · ".join(parts)
+
+
+def statistics_table(answer: Answer) -> list[tuple[str, str]]:
+    """(name, value) rows about one answer, times in milliseconds."""
+    stats = answer.stats
+    spec = answer.speculation
+    rows = [
+        ("prompt tokens", f"{stats.prompt_tokens} ({stats.cached_tokens} from the KV cache)"),
+        ("prompt time", f"{stats.prompt_ms:.0f} ms"),
+        ("answer tokens", str(stats.completion_tokens)),
+        ("answer time", f"{stats.predicted_ms:.0f} ms"),
+        ("speed", f"{stats.predicted_per_second:.1f} tokens/s"),
+        ("finish reason", stats.finish_reason or "closed"),
+        ("context used", f"{stats.prompt_tokens + stats.completion_tokens} of {answer.n_ctx}"),
+        ("speculation", f"{spec.state}: {_reason(spec)}"),
+    ]
+    if stats.draft_n:
+        rows += [
+            ("drafted", str(stats.draft_n)),
+            ("accepted", f"{stats.draft_n_accepted} ({100 * (stats.acceptance or 0):.0f} %)"),
+            ("rounds", str(stats.rounds)),
+            ("draft time", f"{stats.draft_ms:.0f} ms"),
+            ("verify time", f"{stats.verify_ms:.0f} ms"),
+            ("overhead", f"{stats.overhead_ms:.0f} ms"),
+            (
+                "accepted per round",
+                ", ".join(f"{k}: {n}" for k, n in sorted(stats.accepted_lengths.items())),
+            ),
+        ]
+    if spec.baseline_per_second is not None:
+        rows.append(("plain decoding", f"{spec.baseline_per_second:.1f} tokens/s (measured)"))
+    rows.append(("seed", str(answer.sampling.seed)))
+    return rows
+
+
+def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
+    """The object of `run --json`; llama.cpp's names where it has one."""
+    stats = answer.stats
+    spec = answer.speculation
+    return {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": stats.finish_reason,
+        "seed": answer.sampling.seed,
+        "temperature": answer.sampling.temperature,
+        "usage": {
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.completion_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+        },
+        "speculation": {
+            "state": spec.state,
+            "reason": spec.reason,
+            "policy": spec.policy,
+            "plan": None if spec.draft is None else plan_json(spec.draft, sublayers),
+            "predicted_ratio": spec.predicted_ratio,
+        },
+        "timings": timings(stats, spec.baseline_per_second),
+        "notices": list(answer.notices),
+    }
+
+
+def plan_json(draft: Draft, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
+    """A draft plan: which sublayers do not run fully, γ, and the threshold that ends a draft."""
+    modes = zip(sublayers, draft.plan.modes, strict=True)
+    return {
+        "reduced": {str(sub): str(mode) for sub, mode in modes if str(mode) != "full"},
+        "n_sublayers": len(draft.plan.modes),
+        "draft_max_tokens": draft.max_tokens,
+        "draft_min_probability": draft.min_probability,
+    }
+
+
+def _reason(spec: Speculation) -> str:
+    return spec.reason.removeprefix("off: ").removeprefix("on: ")
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

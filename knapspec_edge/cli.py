@@ -1,0 +1,563 @@
+"""The command line: parse, call, print. Everything heavy is imported inside the commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from .errors import Interrupted, KnapspecError, ModelError, UsageError
+
+if TYPE_CHECKING:
+    from .engine import Engine, Settings
+    from .models import Model
+    from .models import Progress as FetchProgress
+    from .terminal import Terminal
+
+PROGRAM = "knapspec-edge"
+PREFIX = "KNAPSPEC_EDGE_"
+EXIT_INTERRUPTED = 130
+EXIT_USAGE = 2
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Ends every command with one line and the documented exit code, never with a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        kwargs["standalone_mode"] = False
+        kwargs.setdefault("prog_name", PROGRAM)
+        try:
+            result = super().main(*args, **kwargs)
+            sys.exit(result if isinstance(result, int) else 0)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx is not None else PROGRAM
+            _fail(f"{error.format_message().rstrip('.')}; see `{command} --help`", EXIT_USAGE)
+        except click.ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            sys.exit(EXIT_INTERRUPTED)
+        except Interrupted as error:
+            sys.exit(error.exit_code)
+        except KnapspecError as error:
+            if os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0"):
+                raise
+            _fail(str(error), error.exit_code)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    click.echo(f"{PROGRAM}: error: {' '.join(message.split())}", err=True)
+    sys.exit(exit_code)
+
+
+def _option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """An option with its environment variable: --min-p is KNAPSPEC_EDGE_MIN_P."""
+    long = next(name for name in names if name.startswith("--"))
+    variable = PREFIX + long.removeprefix("--").replace("-", "_").upper()
+    return click.option(*names, envvar=variable, **settings)
+
+
+def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    if value == "auto":
+        return None
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither auto nor a number of layers")
+    return int(value)
+
+
+_MODEL_OPTIONS = (
+    _option("--ctx", type=click.IntRange(1), help="Context size in tokens."),
+    _option("--threads", type=click.IntRange(1), help="CPU threads."),
+    _option(
+        "--gpu-layers",
+        callback=_gpu_layers,
+        default="auto",
+        show_default=True,
+        metavar="auto|N",
+        help="Layers on the GPU.",
+    ),
+    _option(
+        "--kv-type",
+        type=click.Choice(KV_TYPES),
+        default="f16",
+        show_default=True,
+        help="Number type of the KV cache.",
+    ),
+    _option(
+        "--flash-attn",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Flash attention.",
+    ),
+    _option(
+        "--spec",
+        default="auto",
+        show_default=True,
+        metavar="auto|on|off|FILE",
+        help="Speculation: where it pays, always, never, or by a plan file.",
+    ),
+    _option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
+    _option("--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."),
+)
+_ANSWER_OPTIONS = (
+    _option(
+        "--temp",
+        type=click.FloatRange(0.0),
+        default=0.0,
+        show_default=True,
+        help="Temperature; 0 always takes the most probable token.",
+    ),
+    _option(
+        "--min-p",
+        type=click.FloatRange(0.0, 1.0),
+        default=0.0,
+        show_default=True,
+        help="Leave out tokens less probable than this share of the best.",
+    ),
+    _option("--seed", type=int, help="Seed of the sampler; -1 or none: a random one, shown."),
+    _option("--max-tokens", type=click.IntRange(1), help="Longest answer in tokens."),
+    _option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help="End the answer before TEXT (\\\\n is a newline); repeatable.",
+    ),
+    _option("--system", metavar="TEXT", help="System prompt."),
+)
+_OUTPUT_OPTIONS = (
+    _option("--quiet", "-q", is_flag=True, help="No notices, statistics or progress."),
+    _option(
+        "--verbose",
+        "-v",
+        is_flag=True,
+        help="Notices and statistics even where standard error is not a terminal.",
+    ),
+)
+
+
+def _with(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from . import __version__
+
+        click.echo(f"{PROGRAM} {__version__}")
+        ctx.exit()
+
+
+@click.group(
+    cls=_Group,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Each option can be set by an environment variable: --min-p by KNAPSPEC_EDGE_MIN_P. "
+    "KNAPSPEC_EDGE_CACHE moves the cache, KNAPSPEC_EDGE_DEBUG=1 shows tracebacks.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """Run GGUF models faster, with the same output, no second model and no training."""
+
+
+@cli.command()
+@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@_with(*_MODEL_OPTIONS, *_ANSWER_OPTIONS, *_OUTPUT_OPTIONS)
+def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
+    """Talk to a model. MODEL is a GGUF file or a name from `knapspec-edge models list`; without it
+    the demo model is used, and fetched the first time.
+
+    \b
+    Examples:
+      knapspec-edge chat
+      knapspec-edge chat model.gguf --temp 0.7 --system "You are brief."
+      knapspec-edge chat base-model.gguf --template chatml
+
+    /help inside lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
+    """
+    from .apps.chat import Conversation
+    from .repl import converse, line_reader
+    from .terminal import Terminal
+
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    settings = _settings(options)
+    settings.sampling()  # a value out of range is reported before the model is loaded
+    try:
+        with _open(model, options, terminal) as engine:
+            conversation = Conversation(
+                engine, settings, system=options["system"], progress=terminal.progress
+            )
+            read_line, interactive = line_reader(terminal, conversation.command_names)
+            if interactive:
+                _greet(engine, terminal)
+            return converse(conversation, terminal, read_line, interactive=interactive)
+    finally:
+        terminal.clear_progress()
+
+
+@cli.command()
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
+@click.option("--file", "-f", metavar="FILE", help="Read the content from FILE (- is the pipe).")
+@click.option("--raw", is_flag=True, help="Complete the prompt as it is, without chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@_with(*_MODEL_OPTIONS, *_ANSWER_OPTIONS, *_OUTPUT_OPTIONS)
+def run(
+    arguments: tuple[str, ...],
+    file: str | None,
+    raw: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
+    """Answer one prompt and exit.
+
+    The prompt is PROMPT, the content of FILE or of the pipe, or both: then PROMPT is the
+    instruction and comes first, followed by a blank line and the content. A single argument is the
+    MODEL if it ends in .gguf or is a name from `knapspec-edge models list`; otherwise it is the
+    PROMPT and the demo model answers. A base model, which has no chat template, continues the text.
+
+    \b
+    Examples:
+      knapspec-edge run "Why is the sky blue?"
+      knapspec-edge run model.gguf "Translate to French:" -f letter.txt
+      cat notes.txt | knapspec-edge run model.gguf "Summarize:" --max-tokens 200
+      knapspec-edge run base-model.gguf --raw "Once upon a time" --json
+    """
+    from .apps import run as app
+    from .apps.summary import statistics_line
+    from .terminal import Terminal
+
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    settings = _settings(options)
+    settings.sampling()
+    model, instruction = _model_and_prompt(arguments)
+    # Everything that can be wrong with the request is found before a model is fetched or loaded.
+    request = app.Request(
+        app.join_prompt(instruction, _content(file)),
+        raw=True if raw else None,
+        system=options["system"],
+    )
+    try:
+        with _open(model, options, terminal) as engine:
+            answer = app.answer(engine, request, settings, progress=terminal.progress)
+            for notice in answer.notices:
+                terminal.notice(notice)
+            exit_code = 0
+            terminal.progress("prompt", None)
+            try:
+                with engine.interruptible(), answer:
+                    for event in answer:
+                        if not as_json:
+                            terminal.text(event.text)
+            except (Interrupted, KeyboardInterrupt):
+                exit_code = EXIT_INTERRUPTED
+            terminal.clear_progress()
+            if as_json:
+                import json
+
+                terminal.text(json.dumps(app.to_json(engine, answer), ensure_ascii=False) + "\n")
+            terminal.end_line()
+            if answer.context_full:
+                terminal.notice(
+                    f"the context of {engine.n_ctx} tokens is full and the answer was cut; --ctx N "
+                    "makes room for more"
+                )
+            if not as_json:
+                terminal.notice(statistics_line(answer))
+            return exit_code
+    finally:
+        terminal.clear_progress()
+
+
+@cli.command()
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(model: str | None, as_json: bool) -> int:
+    """Show versions, devices and folders, and whether MODEL can be used and speculated with. Exits
+    with 1 if something keeps it from working.
+
+    \b
+    Examples:
+      knapspec-edge doctor
+      knapspec-edge doctor model.gguf --json
+    """
+    from .apps import doctor as app
+
+    report = app.examine(model)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report, ensure_ascii=False, indent=2, default=str))
+    else:
+        rows = app.lines(report)
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            click.echo(f"{name:<{width}}  {value}")
+        for remark in report["remarks"]:
+            click.echo(f"note: {remark}")
+        for problem in report["problems"]:
+            click.echo(f"problem: {problem}")
+        if not report["problems"]:
+            click.echo("everything needed is in place")
+    return 1 if report["problems"] else 0
+
+
+@cli.group()
+def models() -> None:
+    """Models that can be used by name: list, fetch, find and remove them."""
+
+
+@models.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def models_list(as_json: bool) -> None:
+    """Show the models that have a name.
+
+    \b
+    Example:
+      knapspec-edge models list
+    """
+    from .apps import models as app
+
+    rows = app.list_rows()
+    if as_json:
+        import json
+
+        click.echo(json.dumps(rows, ensure_ascii=False, indent=2))
+        return
+    table = [("NAME", "SIZE", "TYPE", "LICENCE", "FETCHED", "")]
+    for row in rows:
+        names = ", ".join((row["name"], *row["aliases"]))
+        table.append(
+            (
+                names,
+                f"{row['bytes'] / 1e6:.0f} MB",
+                row["quantization"],
+                row["licence"],
+                "yes" if row["installed"] else "no",
+                row["title"],
+            )
+        )
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    for line in table:
+        cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+@models.command("get")
+@click.argument("name", required=False)
+@_option("--accept-licence", is_flag=True, help="Accept the model's licence.")
+@_with(*_OUTPUT_OPTIONS)
+def models_get(name: str | None, accept_licence: bool, quiet: bool, verbose: bool) -> None:
+    """Fetch a model into the cache and print its path; without NAME, the demo model.
+
+    \b
+    Example:
+      knapspec-edge models get smollm2-135m-instruct
+    """
+    from .apps import models as app
+    from .terminal import Terminal
+
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    try:
+        path = app.get(
+            name,
+            accept_licence=accept_licence,
+            confirm=_confirm_licence(terminal),
+            progress=_fetch_progress(terminal),
+        )
+    finally:
+        terminal.clear_progress()
+    click.echo(str(path))
+
+
+@models.command("path")
+@click.argument("name", required=False)
+def models_path(name: str | None) -> None:
+    """Print where a fetched model is; fails if it has not been fetched.
+
+    \b
+    Example:
+      ls -l "$(knapspec-edge models path demo)"
+    """
+    from .apps import models as app
+
+    click.echo(str(app.path(name)))
+
+
+@models.command("rm")
+@click.argument("name")
+@_with(*_OUTPUT_OPTIONS)
+def models_rm(name: str, quiet: bool, verbose: bool) -> None:
+    """Remove a model from the cache.
+
+    \b
+    Example:
+      knapspec-edge models rm gemma3-270m
+    """
+    from .apps import models as app
+    from .terminal import Terminal
+
+    removed = app.rm(name)
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    for path in removed.paths:
+        terminal.notice(f"removed {path}")
+    terminal.notice(f"freed {removed.freed_bytes / 1e6:.0f} MB")
+
+
+# -- helpers
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    from .engine import Settings
+
+    return Settings(
+        temperature=options["temp"],
+        min_p=options["min_p"],
+        seed=options["seed"],
+        max_tokens=options["max_tokens"],
+        stop=tuple(_unescaped(text) for text in options["stop"]),
+    )
+
+
+def _unescaped(text: str) -> str:
+    """A stop string as typed in a shell, where a newline is hard to write."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _open(model: str | None, options: dict[str, Any], terminal: Terminal) -> Engine:
+    """Fetch the model if need be, open it, and say what there is to be warned of."""
+    from . import models as store
+    from .engine import Engine
+
+    path = store.obtain(
+        model or store.default_model().name,
+        accept_licence=options["accept_licence"],
+        confirm=_confirm_licence(terminal),
+        progress=_fetch_progress(terminal),
+    )
+    engine = Engine.open(
+        path,
+        ctx=options["ctx"],
+        threads=options["threads"],
+        gpu_layers=options["gpu_layers"],
+        kv_type=options["kv_type"],
+        flash_attn=options["flash_attn"],
+        spec=options["spec"],
+        template=options["template"],
+        progress=terminal.progress,
+    )
+    terminal.clear_progress()
+    for warning in engine.take_warnings():
+        terminal.warning(warning)
+    return engine
+
+
+def _greet(engine: Engine, terminal: Terminal) -> None:
+    settings = getattr(engine.backend, "settings", {})
+    parts = [engine.name, f"context {engine.n_ctx} tokens"]
+    if threads := settings.get("threads"):
+        parts.append(f"{threads} threads")
+    if devices := settings.get("devices"):
+        parts.append(devices if isinstance(devices, str) else ", ".join(map(str, devices)))
+    terminal.notice(" · ".join(parts))
+    spec = engine.speculation
+    terminal.notice(f"speculation {spec.state}: {spec.reason.removeprefix(f'{spec.state}: ')}")
+    terminal.notice("/help lists the commands, Ctrl-D leaves")
+
+
+def _model_and_prompt(arguments: tuple[str, ...]) -> tuple[str | None, str | None]:
+    """Which of the arguments is what; see the help of `run`."""
+    from . import models as store
+
+    default = os.environ.get(f"{PREFIX}MODEL") or None
+    if len(arguments) > 2:
+        raise UsageError(
+            "give at most a MODEL and one PROMPT; put a prompt of several words in quotation marks"
+        )
+    if len(arguments) == 2:
+        return arguments[0], arguments[1]
+    if not arguments:
+        return default, None
+    (only,) = arguments
+    if only.lower().endswith(".gguf") and (os.path.exists(only) or len(only.split()) == 1):
+        return only, None
+    try:
+        store.find(only)
+    except ModelError:
+        return default, only
+    return only, None
+
+
+def _content(file: str | None) -> str | None:
+    """What -f or a pipe brings; None without either. Raises UsageError, one line."""
+    from .terminal import is_terminal
+
+    if file is not None and file != "-":
+        try:
+            with open(os.path.expanduser(file), "rb") as stream:
+                data = stream.read()
+        except OSError as error:
+            raise UsageError(f"cannot read {file}: {error.strerror or error}") from None
+        name = file
+    elif sys.stdin is None or (file is None and is_terminal(sys.stdin)):
+        return None
+    else:
+        name = "standard input"
+        try:
+            data = sys.stdin.buffer.read()
+        except OSError as error:  # not open, or a folder
+            if file is None:
+                return None
+            raise UsageError(f"cannot read standard input: {error.strerror or error}") from None
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is not UTF-8 text") from None
+
+
+def _confirm_licence(terminal: Terminal) -> Callable[[Model], bool] | None:
+    """How to ask about a licence; None where nobody can be asked."""
+    from .terminal import is_terminal
+
+    if not (is_terminal(sys.stdin) and terminal.err_is_terminal):
+        return None
+
+    def ask(model: Model) -> bool:
+        terminal.clear_progress()
+        click.echo(f"{model.name} is under the {model.licence.title}:\n", err=True)
+        click.echo(f"{model.licence.terms}\n\n{model.licence.url}\n", err=True)
+        return click.confirm("Do you accept it?", default=False, err=True)
+
+    return ask
+
+
+def _fetch_progress(terminal: Terminal) -> Callable[[FetchProgress], None]:
+    def report(step: FetchProgress) -> None:
+        share = step.done_bytes / step.total_bytes if step.total_bytes else None
+        terminal.progress(step.stage, share)
+
+    return report
+
+
+def main() -> None:
+    """Entry point of the `knapspec-edge` command."""
+    cli.main()

@@ -1,0 +1,182 @@
+"""What goes to the screen: text on standard output, everything else on standard error.
+
+Notices, statistics and progress vanish where standard error is not a terminal; errors and warnings
+do not. Does not know what is being shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, TextIO
+
+# A stage that ends within this time shows no progress: a line that flashes up helps nobody.
+PROGRESS_DELAY_SECONDS = 1.0
+PROGRAM = "knapspec-edge"
+
+# A model's text must not drive the terminal: control characters other than tab and newline go.
+_UNSAFE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+_STAGES = {
+    "load": "loading the model",
+    "measure": "measuring this machine (once)",
+    "prompt": "reading the prompt",
+    "check": "checking the file",
+    "wait": "waiting for another download of the same model",
+    "download": "downloading",
+    "write": "unpacking",
+}
+
+
+def is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream is not None and stream.isatty())
+    except ValueError:  # closed
+        return False
+
+
+class Terminal:
+    """The two output streams of one command."""
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        verbose: bool = False,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self.out = out or sys.stdout
+        self.err = err or sys.stderr
+        self.quiet = quiet
+        self.out_is_terminal = is_terminal(self.out)
+        self.err_is_terminal = is_terminal(self.err)
+        self.shows_notices = not quiet and (verbose or self.err_is_terminal)
+        self._progress = _ProgressLine(self.err) if self.err_is_terminal and not quiet else None
+        self._mid_line = False
+        self._styled: Any = None
+        for stream, is_tty in ((self.out, self.out_is_terminal), (self.err, self.err_is_terminal)):
+            # Files and pipes get UTF-8 whatever the locale; a terminal shows what it can.
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure is not None:
+                reconfigure(errors="replace") if is_tty else reconfigure(encoding="utf-8")
+
+    # -- standard output
+
+    def text(self, text: str) -> None:
+        """A piece of the model's text, shown at once."""
+        if not text:
+            return
+        self.clear_progress()
+        self._mid_line = not text.endswith("\n")
+        self.out.write(text.translate(_UNSAFE) if self.out_is_terminal else text)
+        self.out.flush()
+
+    def end_line(self) -> None:
+        """Start a new line on standard output unless it is at the start of one."""
+        if self._mid_line:
+            self.text("\n")
+
+    # -- standard error
+
+    def notice(self, text: str) -> None:
+        """Something worth knowing, dim; only where somebody watches."""
+        if self.shows_notices:
+            self._line(text, "dim")
+
+    def warning(self, text: str) -> None:
+        if not self.quiet:
+            self._line(f"{PROGRAM}: warning: {text}", "yellow")
+
+    def error(self, text: str) -> None:
+        self._line(f"{PROGRAM}: error: {text}", "bold red")
+
+    def progress(self, stage: str, share: float | None) -> None:
+        """How far a slow stage is (0..1, None: unknown); shown once it has lasted a moment."""
+        if self._progress is not None:
+            self._progress.update(_STAGES.get(stage, stage), share)
+
+    def clear_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.clear()
+
+    def _line(self, text: str, style: str) -> None:
+        self.clear_progress()
+        if self._mid_line and self.err_is_terminal and self.out_is_terminal:
+            self.text("\n")
+        if not self.err_is_terminal:
+            self.err.write(text + "\n")
+        else:
+            if self._styled is None:
+                from rich.console import Console
+
+                self._styled = Console(file=self.err, highlight=False, soft_wrap=True)
+            self._styled.print(text.translate(_UNSAFE), style=style, markup=False)
+        self.err.flush()
+
+
+class _ProgressLine:
+    """One transient line that appears only for stages that last."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.RLock()
+        self._stage: str | None = None
+        self._share: float | None = None
+        self._timer: threading.Timer | None = None
+        self._bar: Any = None
+        self._task: Any = None
+
+    def update(self, stage: str, share: float | None) -> None:
+        with self._lock:
+            if stage != self._stage:
+                self.clear()
+                self._stage = stage
+                # By a timer, so that a stage that never reports in between is shown as well.
+                self._timer = threading.Timer(PROGRESS_DELAY_SECONDS, self._show, (stage,))
+                self._timer.daemon = True
+                self._timer.start()
+            self._share = share
+            self._refresh()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._stage = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+    def _show(self, stage: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        bar = Progress(
+            TextColumn("[dim]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[percent]}"),
+            TimeElapsedColumn(),
+            console=Console(file=self._stream),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with self._lock:
+            if self._stage != stage or self._bar is not None:
+                return
+            self._bar = bar
+            self._task = bar.add_task(stage, total=None, percent="")
+            self._refresh()
+            bar.start()
+
+    def _refresh(self) -> None:
+        if self._bar is None:
+            return
+        if self._share is None:
+            self._bar.update(self._task, total=None, percent="")
+        else:
+            self._bar.update(
+                self._task, total=1.0, completed=self._share, percent=f"{self._share:4.0%}"
+            )
