@@ -202,9 +202,11 @@ def measure(
     *,
     progress: Progress | None = None,
     clock: Clock = time.perf_counter,
+    keep_prompt: bool = False,
 ) -> Profile:
     """Measure a model whose cache is empty; the cache is empty again afterwards, come what may.
 
+    With `keep_prompt` it holds the prompt (`Profile.prompt`) after success, for measuring on.
     Raises ContextError if the context has no room for the smallest measurement, ValueError if the
     cache is not empty or there is nothing to measure, Interrupted and NativeError from the backend.
     """
@@ -220,12 +222,15 @@ def measure(
             f"measuring takes a context of {smallest} tokens, this one has {backend.n_ctx}; "
             "raise --ctx"
         )
+    done = False
     try:
-        return _Measurement(backend, config, progress or (lambda _: None), clock).run(
-            calibration_tokens
-        )
+        measurement = _Measurement(backend, config, progress or (lambda _: None), clock)
+        profile = measurement.run(calibration_tokens)
+        done = True
+        return profile
     finally:
-        rewind(backend, 0)
+        if not (done and keep_prompt):
+            rewind(backend, 0)
 
 
 class _Measurement:
