@@ -1080,7 +1080,7 @@ def drift(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     else:
         version = f"=={arguments.version}" if arguments.version else ""
         say(f"Downloading llama-cpp-python{version or ' (newest)'} ...")
-        target = cache_folder() / "drift.tar.gz"
+        target = ROOT / ".cache" / "patches" / "drift" / "sources.tar.gz"
         archive = _download(f"llama-cpp-python{version}", None, target, None)
     files = read_sources(archive, upstream.folder, None)
     say(f"{archive.name} against the pin {upstream.bindings} ({upstream.commit[:9]}):")
