@@ -10,13 +10,13 @@ import ctypes
 from pathlib import Path
 
 from ..errors import LibraryError
+from ..records import ModeKind
 
 # enum ggml_log_level
 LOG_LEVELS = {"": 0, "none": 0, "debug": 1, "info": 2, "warn": 3, "error": 4}
 
-# enum knapspec_mode
-MODE_FULL = 0
-MODE_SKIP = 1
+# enum knapspec_mode; only what the native code knows
+MODES = {ModeKind.FULL: 0, ModeKind.SKIP: 1}
 
 # return codes of knapspec_eval
 OK = 0

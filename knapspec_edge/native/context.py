@@ -22,8 +22,8 @@ from ..errors import (
     RollbackError,
     UsageError,
 )
-from ..records import Kind, ModeKind, Pick, Plan, Sampling, SubLayer
-from . import bindings, library
+from ..records import Pick, Plan, Sampling, SubLayer
+from . import bindings, library, plans
 from .model import Model
 from .threads import default_threads
 
@@ -31,12 +31,8 @@ from .threads import default_threads
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 # enum llama_flash_attn_type
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
-# enum knapspec_kind
-_KINDS = (Kind.ATTENTION, Kind.MLP, Kind.BLOCK, Kind.RECURRENT)
 # Rows of logits that `evaluate` asks for in one pass.
 _EVALUATE_TOKENS = 64
-# Only modes the native code knows.
-_MODES = {ModeKind.FULL: bindings.MODE_FULL, ModeKind.SKIP: bindings.MODE_SKIP}
 
 
 class LlamaBackend:
@@ -116,6 +112,9 @@ class LlamaBackend:
             "threads_batch": parameters.n_threads_batch,
             "kv_type": kv_type,
             "flash_attn": flash_attn,
+            "gpu_layers": model.gpu_layers,
+            "slice_tokens": self._slice,
+            "max_rows": self._max_rows,
             "devices": [d["name"] for d in library.devices()],
         }
 
@@ -130,20 +129,11 @@ class LlamaBackend:
         if model.is_diffusion:
             self._refusal = f"architecture {name} does not generate text from left to right"
             return
-        count = self._lib.knapspec_n_sublayers(self._pointer)
-        if count < 0:
-            reason = self._lib.knapspec_refusal(self._pointer).decode(errors="replace")
-            self._refusal = f"the sublayers of architecture {name} are not recognised ({reason})"
+        try:
+            self._sublayers = plans.read_sublayers(self._lib, self._pointer)
+        except PlanError as error:
+            self._refusal = f"the sublayers of architecture {name} are not recognised ({error})"
             return
-        layer, kind = ctypes.c_int32(), ctypes.c_int32()
-        found = []
-        for i in range(count):
-            self._lib.knapspec_sublayer(
-                self._pointer, i, ctypes.byref(layer), ctypes.byref(kind)
-            )
-            found.append(SubLayer(i, layer.value, _KINDS[kind.value]))
-        self._sublayers = tuple(found)
-        self._modes = (ctypes.c_int32 * count)()
         if model.is_recurrent:
             self._refusal = (
                 f"architecture {name} keeps a recurrent state, which cannot be cut back to the "
@@ -352,22 +342,9 @@ class LlamaBackend:
     def _set_plan(self, plan: Plan | None) -> None:
         if plan is self._plan:
             return
-        if plan is None or plan.is_full:
-            self._lib.knapspec_set_plan(self.pointer, None, 0)
-        else:
-            if self._refusal is not None and not self._sublayers:
-                raise PlanError(f"no sublayer can be left out: {self._refusal}")
-            if len(plan.modes) != len(self._sublayers):
-                raise PlanError(
-                    f"the plan is for {len(plan.modes)} sublayers, the model has "
-                    f"{len(self._sublayers)}"
-                )
-            for i, mode in enumerate(plan.modes):
-                if mode.kind not in _MODES:
-                    raise PlanError(f"mode {mode} of sublayer {i} is not supported by this build")
-                self._modes[i] = _MODES[mode.kind]
-            if self._lib.knapspec_set_plan(self.pointer, self._modes, len(plan.modes)):
-                raise PlanError(bindings.last_error(self._lib))
+        if plan is not None and not self._sublayers:
+            raise PlanError(f"no sublayer can be left out: {self._refusal}")
+        plans.set_plan(self._lib, self.pointer, plan, len(self._sublayers))
         self._plan = plan
 
     def _evaluate(

@@ -34,7 +34,8 @@ class Model:
         self._llama = library.load()
         self._pointer: Any = None
         parameters = self._llama.llama_model_default_params()
-        parameters.n_gpu_layers = -1 if gpu_layers is None else gpu_layers
+        self.gpu_layers = -1 if gpu_layers is None else gpu_layers  # -1: as many as fit
+        parameters.n_gpu_layers = self.gpu_layers
 
         cancelled = False
         failure: BaseException | None = None
