@@ -26,7 +26,8 @@ class Config:
     measure_repeats: int = 5
     measure_verify_max: int = 9  # verification cost is measured at 1..this tokens
     measure_overrun: float = 1.5  # times the budget, after which each phase makes do with less
-    measure_max_spread: float = 0.5  # quartile distance / median of a step; above, it is not kept
+    measure_max_spread: float = 0.5  # quartile distance / median of a step; above, not believed
+    measure_retry_seconds: float = 3600.0  # a result that is not believed is measured again after
     measure_min_context_tokens: int = 32  # a slow model's prompt is shortened down to this
     measure_block_tokens: int = 16  # width of one probing pass; a draft sees no more of its own keys
     measure_min_probes: int = 8  # single-skip probes that even the slowest model gets

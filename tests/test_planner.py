@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 from pathlib import Path
 
 import naive
@@ -436,7 +437,9 @@ class TestDecision:
         assert decide_for(toy()).state == "on"
         assert decide_for(backend).state == "off"
 
-    def test_a_busy_machine_is_not_believed_and_not_remembered(self, tmp_path: Path) -> None:
+    def test_a_busy_machine_is_not_believed_and_measured_again_later(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         backend = toy()
         noise = itertools.cycle([0.0, 90.0, 5.0, 200.0, 30.0])
 
@@ -448,7 +451,15 @@ class TestDecision:
         assert decision.state == "off"
         assert "too busy" in decision.reason
         assert decision.draft is not None
-        assert list(tmp_path.iterdir()) == []
+        # Not at every start, which would cost seconds each time on a machine that is always busy.
+        quiet = toy()
+        again = decide_for(quiet, Store(tmp_path))
+        assert (again.reason, quiet.log) == (decision.reason, [])
+        later = time.time() + CONFIG.measure_retry_seconds + 1
+        monkeypatch.setattr(time, "time", lambda: later)
+        assert decide_for(quiet, Store(tmp_path)).state == "on"
+        later += 1e9
+        assert decide_for(toy(), Store(tmp_path)).from_cache
 
     def test_drift_of_the_machine_does_not_hide_what_sublayers_cost(self) -> None:
         backend = toy()

@@ -104,18 +104,21 @@ def decide(
     if stored is not None:
         try:
             profile, finalists = _from_json(stored, len(backend.sublayers))
+            age_seconds = time.time() - float(stored["measured_at"])
         except (KeyError, TypeError, ValueError, AttributeError):
             pass  # written by another version: measure again
         else:
-            return choose(profile, finalists, backend.sublayers, config, from_cache=True)
+            expired = not 0.0 <= age_seconds <= config.measure_retry_seconds
+            if not (expired and _too_noisy(profile, config)):
+                return choose(profile, finalists, backend.sublayers, config, from_cache=True)
     try:
         profile, finalists = _measure_all(backend, calibration_tokens, config, progress, clock)
     except Interrupted:
         raise
     except KnapspecError as error:
         return Decision("off", f"off: the measurement failed: {error}")
-    if store is not None and not _too_noisy(profile, config):
-        store.save(key, _to_json(profile, finalists))
+    if store is not None:
+        store.save(key, {"measured_at": time.time(), **_to_json(profile, finalists)})
     return choose(profile, finalists, backend.sublayers, config)
 
 
@@ -214,7 +217,7 @@ def choose(
         step = profile.step
         reason = (
             f"off: the machine was too busy to measure (a step took {step.low_ms:.1f} to "
-            f"{step.high_ms:.1f} ms); it will be measured again next time"
+            f"{step.high_ms:.1f} ms); it will be measured again later"
         )
     else:
         reason = _reason(best, on, len(sublayers), config)
