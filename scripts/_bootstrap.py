@@ -252,7 +252,9 @@ _NETWORK = re.compile(
 _NOISE = re.compile(
     r"^\s*$|note: This error originates|\[end of output\]|^\s*[│╰×─>]*\s*$|exit code:"
     r"|hint: See above|A new release of pip|To update, run|ninja: build stopped"
-    r"|Failed building|ERROR: Failed to build|subprocess-exited-with-error|\*\*\* CMake"
+    r"|Failed building|Failed to build|Could not build wheels|subprocess-exited-with-error"
+    r"|\*\*\* CMake|did not run successfully|See above for output|^\s*(full command|cwd): "
+    r"|finished with status 'error'"
 )
 
 
@@ -277,7 +279,8 @@ def failure(output: str, command: Sequence[str]) -> str:
     real = [i for i in errors if not _NOISE.search(lines[i])]
     start = real[0] if real else max(0, len(lines) - 15)
     shown = [line.strip() for line in lines[start:] if not _NOISE.search(line)][:10]
-    return f"{Path(command[0]).name} failed:\n  " + "\n  ".join(shown or ["(it gave no reason)"])
+    name = " ".join(Path(word).name for word in command[:3])
+    return f"`{name}` stopped with\n  " + "\n  ".join(shown or ["(it gave no reason)"])
 
 
 def pip(*arguments: str | Path) -> list[str | Path]:
