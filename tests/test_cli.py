@@ -1,0 +1,536 @@
+"""The command line: exit codes, and what goes to which stream (cases 1, 10, 15, 20, 40, 60-62)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_vocabulary import FakeVocabulary
+from fakes import interrupted
+from scripted import fake_of, scripted_engine
+
+import knapspec_edge.engine
+from knapspec_edge import models
+from knapspec_edge.cli import cli
+from knapspec_edge.engine import Engine
+from knapspec_edge.errors import ModelError
+
+HERE = Path(__file__).parent
+
+
+class Opened:
+    """Stands in for Engine.open: records what was asked for, hands out scripted engines."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Path, dict[str, Any]]] = []
+        self.make = scripted_engine
+
+    def __call__(self, path: Path, **options: Any) -> Engine:
+        self.calls.append((path, options))
+        engine = self.make()
+        engine.set_speculation(options["spec"])
+        return engine
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.calls[-1][1]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    fake = Opened()
+    monkeypatch.setattr(knapspec_edge.engine.Engine, "open", fake)
+    monkeypatch.setattr(models, "obtain", lambda name, **_: Path(f"obtained-{name}"))
+    monkeypatch.setenv("KNAPSPEC_EDGE_SPEC", "off")
+    return fake
+
+
+def invoke(*arguments: str, pipe: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, list(arguments), input=pipe)
+
+
+def one_line(result: Result) -> str:
+    """The single error line; nothing else was written."""
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("knapspec-edge: error: ")
+    return result.stderr
+
+
+# -- run: what is the model, what is the prompt
+
+
+DEMO = models.default_model().name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pipe", "model", "prompt"),
+    [
+        (["hello"], None, DEMO, "hello"),
+        (["why is x.gguf large?"], None, DEMO, "why is x.gguf large?"),
+        (["m.gguf", "hello"], None, "m.gguf", "hello"),
+        (["m.gguf"], "hello\n", "m.gguf", "hello"),
+        (["M.GGUF"], "hello", "M.GGUF", "hello"),
+        (["demo"], "hello", "demo", "hello"),
+        ([DEMO], "hello\r\n", DEMO, "hello"),
+        ([], "hello\n", DEMO, "hello"),
+        (["Translate:"], "hello\n\nthe\n", DEMO, "Translate:\n\nhello\n\nthe"),
+        (["m.gguf", "Translate:"], "hello\n", "m.gguf", "Translate:\n\nhello"),
+        (["m.gguf", "hello"], "", "m.gguf", "hello"),
+        (["README.md"], None, DEMO, "README.md"),
+        ([], "\ufeffhello", DEMO, "hello"),
+    ],
+)
+def test_model_and_prompt(
+    opened: Opened, arguments: list[str], pipe: str | None, model: str, prompt: str
+) -> None:
+    result = invoke("run", *arguments, pipe=pipe)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"You said: {prompt}\n"
+    assert opened.calls[-1][0] == Path(f"obtained-{model}")
+
+
+def test_existing_file_with_spaces_in_its_name_is_the_model(opened: Opened, tmp_path: Path) -> None:
+    file = tmp_path / "my model.gguf"
+    file.touch()
+    assert invoke("run", str(file), pipe="hello").exit_code == 0
+    assert opened.calls[-1][0] == Path(f"obtained-{file}")
+
+
+def test_model_from_the_environment(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KNAPSPEC_EDGE_MODEL", "mine.gguf")
+    assert invoke("run", "hello").stdout == "You said: hello\n"
+    assert opened.calls[-1][0] == Path("obtained-mine.gguf")
+    invoke("chat", pipe="hello\n")
+    assert opened.calls[-1][0] == Path("obtained-mine.gguf")
+
+
+def test_content_from_a_file(opened: Opened, tmp_path: Path) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("hello\nthe\n", encoding="utf-8")
+    result = invoke("run", "Read:", "-f", str(file), pipe="ignored")
+    assert result.stdout == "You said: Read:\n\nhello\nthe\n"
+    assert invoke("run", "Read:", "-f", "-", pipe="piped").stdout == "You said: Read:\n\npiped\n"
+
+
+def test_no_prompt_at_all_is_a_usage_error(opened: Opened) -> None:
+    for arguments in (["run"], ["run", "demo"], ["run", " "]):
+        result = invoke(*arguments, pipe="")
+        assert result.exit_code == 2
+        assert "there is no prompt" in one_line(result)
+    assert opened.calls == []
+
+
+def test_unreadable_content_is_one_line(opened: Opened, tmp_path: Path) -> None:
+    missing = invoke("run", "-f", str(tmp_path / "none.txt"))
+    assert missing.exit_code == 2
+    assert "none.txt" in one_line(missing)
+    folder = invoke("run", "-f", str(tmp_path))
+    assert folder.exit_code == 2
+    one_line(folder)
+    binary = invoke("run", pipe=b"\xff\xfe")
+    assert binary.exit_code == 2
+    assert "not UTF-8" in one_line(binary)
+    assert opened.calls == []
+
+
+# -- run: streams and results
+
+
+def test_only_the_text_goes_to_standard_output(opened: Opened) -> None:
+    result = invoke("run", "hello 👋")
+    assert result.stdout == "You said: hello 👋\n"
+    assert result.stderr == ""
+    watched = invoke("run", "hello", "--verbose")
+    assert watched.stdout == "You said: hello\n"
+    assert "speculation off: --spec off" in watched.stderr
+    assert invoke("run", "hello", "--verbose", "--quiet").stderr == ""
+
+
+def test_json_has_every_field_of_the_contract(opened: Opened) -> None:
+    result = invoke("run", "hello", "--json", "--temp", "0.5", "--seed", "7")
+    data = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    assert data["text"] == "You said: hello"
+    assert data["finish_reason"] == "stop"
+    assert data["seed"] == 7
+    assert data["usage"]["completion_tokens"] == len(data["token_ids"]) > 0
+    assert data["usage"]["prompt_tokens"] > 0
+    assert {"state", "reason", "policy", "plan"} <= set(data["speculation"])
+    assert data["speculation"]["state"] == "off"
+    assert {
+        "prompt_ms",
+        "predicted_ms",
+        "predicted_per_second",
+        "draft_n",
+        "draft_n_accepted",
+        "rounds",
+        "draft_ms",
+        "verify_ms",
+        "plan_ms",
+    } <= set(data["timings"])
+    assert data["timings"]["draft_n"] == 0
+
+
+def test_json_of_a_speculated_answer_holds_the_plan(opened: Opened, tmp_path: Path) -> None:
+    from knapspec_edge.records import Draft, Plan
+    from knapspec_edge.search import plan_file
+
+    sublayers = scripted_engine().backend.sublayers
+    file = tmp_path / "plan.json"
+    plan_file.save(file, Draft(Plan.skipping(len(sublayers), [1]), 3, 0.25), sublayers, "")
+    data = json.loads(invoke("run", "hello", "--json", "--spec", str(file)).stdout)
+    assert data["speculation"]["state"] == "on"
+    assert data["speculation"]["plan"] == {
+        "reduced": {str(sublayers[1]): "skip"},
+        "n_sublayers": len(sublayers),
+        "draft_max_tokens": 3,
+        "draft_min_probability": 0.25,
+    }
+    assert data["timings"]["draft_n"] > 0
+    assert data["text"] == "You said: hello"
+
+
+def test_random_seed_is_shown_and_reproduces(opened: Opened) -> None:
+    hot = ("run", "hello", "--json", "--temp", "9", "--max-tokens", "30")
+    first = json.loads(invoke(*hot).stdout)
+    second = json.loads(invoke(*hot, "--seed", "-1").stdout)
+    again = json.loads(invoke(*hot, "--seed", str(first["seed"])).stdout)
+    assert first["seed"] != second["seed"]
+    assert first["token_ids"] != second["token_ids"]
+    assert first["token_ids"] == again["token_ids"]
+    assert (
+        f"seed {first['seed']}"
+        in invoke(
+            "run", "hello", "-v", "--temp", "9", "--max-tokens", "9", "--seed", str(first["seed"])
+        ).stderr
+    )
+
+
+def test_limits_and_stop_strings(opened: Opened) -> None:
+    limited = json.loads(invoke("run", "hello", "--json", "--max-tokens", "3").stdout)
+    assert limited["finish_reason"] == "length"
+    assert len(limited["token_ids"]) == 3
+    assert invoke("run", "the hello", "--stop", "lo", "--stop", "he").stdout == "You said: t\n"
+    assert invoke("run", "a\nb", "--stop", "\\nb").stdout == "You said: a\n"
+
+
+def test_system_prompt_is_sent(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = Engine.chat
+    monkeypatch.setattr(
+        Engine,
+        "chat",
+        lambda self, messages, *a, **k: (
+            (seen.append(messages), 0)[1] or original(self, messages, *a, **k)
+        ),
+    )
+    assert invoke("run", "hello", "--system", "be brief").exit_code == 0
+    assert seen == [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    ]
+
+
+def test_base_model_completes_in_run_and_is_refused_in_chat(opened: Opened) -> None:
+    opened.make = lambda: scripted_engine(vocabulary=FakeVocabulary())
+    assert invoke("run", "once").stdout == " there was a hare. The end.\n"
+    refused = invoke("chat", pipe="hello\n")
+    assert refused.exit_code == 1
+    assert "--template" in one_line(refused)
+    system = invoke("run", "once", "--system", "x")
+    assert system.exit_code == 2
+    assert "chat template" in one_line(system)
+
+
+def test_raw_leaves_the_template_away(opened: Opened) -> None:
+    assert invoke("run", "--raw", "once").stdout == " there was a hare. The end.\n"
+
+
+def test_broken_template_is_one_line(opened: Opened) -> None:
+    opened.make = lambda: scripted_engine(vocabulary=FakeVocabulary(chat_template="{% x %}"))
+    result = invoke("run", "hello")
+    assert result.exit_code == 1
+    assert "--template" in one_line(result)
+    assert invoke("run", "--raw", "once").exit_code == 0
+
+
+def test_prompt_that_does_not_fit(opened: Opened) -> None:
+    opened.make = lambda: scripted_engine(n_ctx=32)
+    result = invoke("run", "x" * 100)
+    assert result.exit_code == 1
+    assert "32" in one_line(result)
+    assert "--ctx" in result.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_interrupted_answer_keeps_its_text(opened: Opened, as_json: bool) -> None:
+    def make() -> Engine:
+        engine = scripted_engine()
+        fake = fake_of(engine)
+        calls = 0
+
+        def press(call: str) -> None:
+            nonlocal calls
+            calls += call == "decode"
+            if calls == 4:
+                raise interrupted()
+
+        fake.on_call = press
+        return engine
+
+    opened.make = make
+    result = invoke("run", "hello", *(["--json"] if as_json else []))
+    assert result.exit_code == 130
+    if as_json:
+        data = json.loads(result.stdout)
+        assert data["finish_reason"] == "interrupted"
+        assert data["text"] == "You "
+    else:
+        assert result.stdout == "You \n"
+    assert "Traceback" not in result.stderr
+
+
+# -- options
+
+
+def test_options_reach_the_engine_and_so_does_the_environment(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    invoke(
+        "run", "hello", "--ctx", "99", "--threads", "3", "--gpu-layers", "7",
+        "--kv-type", "q8_0", "--flash-attn", "on", "--template", "chatml",
+    )  # fmt: skip
+    expected = {
+        "ctx": 99,
+        "threads": 3,
+        "gpu_layers": 7,
+        "kv_type": "q8_0",
+        "flash_attn": "on",
+        "spec": "off",
+        "template": "chatml",
+    }
+    assert {k: v for k, v in opened.options.items() if k != "progress"} == expected
+    for name, value in expected.items():
+        monkeypatch.setenv(f"KNAPSPEC_EDGE_{name.upper()}", str(value))
+    invoke("run", "hello")
+    assert {k: v for k, v in opened.options.items() if k != "progress"} == expected
+    invoke("run", "hello", "--gpu-layers", "auto")
+    assert opened.options["gpu_layers"] is None
+    monkeypatch.setenv("KNAPSPEC_EDGE_MAX_TOKENS", "3")
+    assert len(json.loads(invoke("run", "hello", "--json").stdout)["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--nonsense"],
+        ["run", "a", "b", "c"],
+        ["run", "x", "--ctx", "0"],
+        ["run", "x", "--ctx", "many"],
+        ["run", "x", "--gpu-layers", "-1"],
+        ["run", "x", "--kv-type", "q3"],
+        ["run", "x", "--temp", "-1"],
+        ["run", "x", "--temp", "nan"],
+        ["run", "x", "--min-p", "2"],
+        ["run", "x", "--seed", "-5"],
+        ["run", "x", "--max-tokens", "0"],
+        ["run", "x", "--spec", "sometimes"],
+        ["chat", "--temp", "nan"],
+        ["chat", "a", "b"],
+        ["models", "fetch"],
+        ["nonsense"],
+        ["--nonsense"],
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(opened: Opened, arguments: list[str]) -> None:
+    result = invoke(*arguments, pipe="")
+    assert result.exit_code == 2
+    one_line(result)
+
+
+@pytest.mark.parametrize("command", [[], ["chat"], ["run"], ["doctor"], ["models"]])
+def test_help_has_examples(command: list[str]) -> None:
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    if command and command != ["models"]:
+        assert f"knapspec-edge {command[0]}" in result.stdout
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("knapspec-edge ")
+
+
+def test_damaged_model_is_one_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.gguf"
+    page.write_text("<!DOCTYPE html><html>404</html>", encoding="utf-8")
+    for command in ("run", "chat"):
+        result = invoke(command, str(page), pipe="hello")
+        assert result.exit_code == 1
+        assert "<!DOCTYPE" in one_line(result)
+    result = invoke("run", str(tmp_path / "none.gguf"), "hello")
+    assert result.exit_code == 1
+    assert "none.gguf" in one_line(result)
+
+
+def test_debug_shows_the_traceback(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail() -> Engine:
+        raise ModelError("broken")
+
+    opened.make = fail
+    assert invoke("run", "x").exit_code == 1
+    monkeypatch.setenv("KNAPSPEC_EDGE_DEBUG", "1")
+    assert isinstance(invoke("run", "x").exception, ModelError)
+    monkeypatch.setenv("KNAPSPEC_EDGE_DEBUG", "0")
+    assert "broken" in one_line(invoke("run", "x"))
+
+
+def test_keyboard_interrupt_anywhere_exits_130(opened: Opened) -> None:
+    def press() -> Engine:
+        raise KeyboardInterrupt
+
+    opened.make = press
+    result = invoke("run", "x")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
+
+
+# -- chat from a pipe
+
+
+def test_chat_reads_lines_from_a_pipe(opened: Opened) -> None:
+    result = invoke("chat", pipe="hello\nagain\n/exit\nnever\n")
+    assert result.exit_code == 0
+    assert result.stdout == "You said: hello\nYou said: again\n"
+    assert result.stderr == ""
+    last = invoke("chat", pipe="no newline at the end")
+    assert last.stdout == "You said: no newline at the end\n"
+    assert invoke("chat", pipe=b"hello\n\xff\n").exit_code == 2
+    assert invoke("chat", pipe="/nonsense\n").exit_code == 2
+
+
+# -- doctor
+
+
+def test_doctor_reports_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "from knapspec_edge.cli import main; main()"
+    empty = {"KNAPSPEC_EDGE_LIBRARY": str(tmp_path), "KNAPSPEC_EDGE_CACHE": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--json"],
+        env={**_environment(), **empty},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    report = json.loads(result.stdout)
+    assert report["library"]["loaded"] is False
+    assert len(report["problems"]) == 1
+    assert report["folders"]["cache"] == {
+        "path": str(tmp_path),
+        "writable": True,
+        "free_bytes": report["folders"]["cache"]["free_bytes"],
+    }
+    assert report["packages"]["numpy"]
+
+
+def test_doctor_on_a_bad_model_says_why(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF")
+    result = invoke("doctor", str(bad))
+    assert result.exit_code == 1
+    assert "problem: " in result.stdout
+    assert "bad.gguf" in result.stdout
+
+
+# -- models
+
+
+def test_models_list_and_path() -> None:
+    listed = invoke("models", "list")
+    assert listed.exit_code == 0
+    assert DEMO in listed.stdout
+    rows = json.loads(invoke("models", "list", "--json").stdout)
+    assert {row["name"] for row in rows} == {m.name for m in models.catalogue()}
+    missing = invoke("models", "path", DEMO)
+    assert missing.exit_code == 1
+    assert "models get" in one_line(missing)
+    unknown = invoke("models", "get", "nonsense")
+    assert unknown.exit_code == 1
+    assert DEMO in one_line(unknown)
+    assert invoke("models", "rm", DEMO).exit_code == 1
+
+
+def test_licence_needs_a_flag_where_nobody_can_be_asked() -> None:
+    gated = next(m for m in models.catalogue() if m.licence.confirm)
+    result = invoke("models", "get", gated.name)
+    assert result.exit_code == 1
+    assert "--accept-licence" in one_line(result)
+
+
+# -- as a process
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    root = str(HERE.parent)
+    path = os.pathsep.join(filter(None, (root, str(HERE), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}
+
+
+def test_start_up_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from knapspec_edge.cli import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'numba', 'llama_cpp', 'rich', 'prompt_toolkit', 'gguf', 'jinja2'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True
+    )
+    assert result.stderr.strip() == "[]"
+
+
+def test_output_that_nobody_reads_ends_quietly() -> None:
+    reader = subprocess.Popen(
+        [sys.executable, str(HERE / "scripted_cli.py"), "run", "a\n" * 40, "--max-tokens", "70"],
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    assert reader.stdout is not None
+    assert reader.stderr is not None
+    assert reader.stdout.readline() == b"You said: a\n"
+    reader.stdout.close()
+    errors = reader.stderr.read()
+    reader.stderr.close()
+    assert reader.wait() in (0, 1)
+    assert errors == b""
+
+
+def test_redirected_output_holds_the_text_only(tmp_path: Path) -> None:
+    file = tmp_path / "out.txt"
+    with file.open("wb") as out:
+        result = subprocess.run(
+            [sys.executable, str(HERE / "scripted_cli.py"), "run"],
+            env=_environment(),
+            input="hello 👋\n".encode(),
+            stdout=out,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert result.returncode == 0
+    assert result.stderr == b""
+    assert file.read_bytes() == "You said: hello 👋\n".encode()
