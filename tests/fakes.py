@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,12 @@ def chance(*parts: object) -> float:
     """A number in [0, 1) that depends on the parts only."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2.0**64
+
+
+@lru_cache(maxsize=200_000)
+def base_logits(seed: int, context: tuple[int, ...], n_vocab: int) -> tuple[float, ...]:
+    """What the toy language is, before a plan or an end changes it."""
+    return tuple(6.0 * chance("logit", seed, context, t) for t in range(n_vocab))
 
 
 class LedgerError(AssertionError):
@@ -60,7 +67,7 @@ class ToyModel:
         """Logits f32 [n_vocab] for the token after `tokens`."""
         context = tuple(tokens[-self.order :])
         position = len(tokens)
-        values = [6.0 * chance("logit", self.seed, context, t) for t in range(self.n_vocab)]
+        values = list(base_logits(self.seed, context, self.n_vocab))
         if self.end_tokens and self.end_at is not None:
             for t in self.end_tokens:
                 values[t] = -5.0

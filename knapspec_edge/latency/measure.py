@@ -393,6 +393,8 @@ class _Measurement:
         """Agreement of each single skip with the full model on the window."""
         backend = self.backend
         n = len(backend.sublayers)
+        if self._late():
+            stride = max(stride, n // self.config.measure_min_probes)
         chosen = _probed(backend, stride)
         if len(chosen) < n:
             self.notes.append(f"{len(chosen)} of {n} sublayers probed, the others interpolated")
@@ -457,7 +459,9 @@ def evaluate_plans(
     the first returned value on are computed.
     """
     start = backend.n_past
-    block = max(1, min(block_tokens, backend.max_verify_tokens))
+    most = max(1, min(block_tokens, backend.max_verify_tokens))
+    blocks = -(-len(window) // most)
+    block = -(-len(window) // blocks)  # of about equal length, so that any one of them says much
     picks = np.zeros((len(plans), len(window)), dtype=np.int32)
     probabilities = np.zeros((len(plans), len(window)), dtype=np.float32)
     starts = range(0, len(window), block)

@@ -333,8 +333,11 @@ def _measure_all(
             keep_prompt=True,
         )
         plans = candidate_plans(profile, backend.sublayers, config)
+        n_finalists, repeats = config.plan_finalists, profile.step.samples // 2
         if profile.elapsed_ms > profile.budget_ms:
-            plans = plans[1:4] or plans  # out of time: neither the shallowest nor the deepest
+            # Out of time: neither the shallowest nor the deepest, and only one is timed.
+            plans = plans[1:4] or plans
+            n_finalists = repeats = 1
         done = 0
         passes = max(1, len(plans) * -(-len(profile.window) // config.plan_judge_block_tokens))
 
@@ -349,14 +352,14 @@ def _measure_all(
         )
         finalists = [Finalist(j) for j in judgements]
         order = _by_speed(profile, finalists, backend.sublayers, config)
-        timed = order[: config.plan_finalists]
+        timed = order[:n_finalists]
         for n, (row, gamma) in enumerate(timed):
             timing = measure_round(
                 backend,
                 profile.window,
                 judgements[row].plan,
                 gamma,
-                profile.step.samples // 2 or 1,
+                max(1, repeats),
                 clock=clock,
             )
             finalists[row] = Finalist(judgements[row], timing)
