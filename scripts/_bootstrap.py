@@ -454,10 +454,15 @@ def build_pristine(arguments: str) -> dict[str, str]:
     }
     marker = PRISTINE / "state.json"
     wanted = fingerprint(PRISTINE_INPUTS, arguments)
-    if read_state(marker).get("inputs") == wanted and libraries.is_dir():
+
+    def is_current() -> bool:
+        there = libraries.is_dir() and models.is_dir()
+        return there and bool(read_state(marker).get("inputs") == wanted)
+
+    if is_current():
         return where
     with locked(lambda text: print(text, file=sys.stderr)):
-        if read_state(marker).get("inputs") == wanted and libraries.is_dir():
+        if is_current():
             return where
         progress = Progress(total=2)
         build = PRISTINE / "build"

@@ -38,6 +38,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "STATE": venv / "knapspec-edge.json",
         "CACHE": tmp_path / ".cache",
         "LOG": tmp_path / ".cache" / "setup.log",
+        "PRISTINE": tmp_path / ".cache" / "pristine",
         "BIN": venv / "bin",
         "PYTHON": venv / "bin" / "python",
     }
@@ -55,6 +56,10 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         if "venv" in words:
             module.PYTHON.parent.mkdir(parents=True)
             module.PYTHON.write_text("")
+        if "--install" in words:
+            (module.PRISTINE / "knapspec_edge" / "native" / "lib").mkdir(parents=True)
+        if words[0].endswith("knapspec_edge_tiny_models"):
+            (Path(words[-1]) / "llama.gguf").write_text("GGUF")
         if module.fail_at and module.fail_at in " ".join(words):
             raise module.SetupError("stopped here")
         return "archive.tar.gz"
@@ -144,6 +149,33 @@ def test_a_set_up_that_stopped_anywhere_is_repaired_by_the_next_call(setup, plac
     setup.set_up(tests=False)
     assert "--editable ." in ran(setup)
     assert setup.STATE.exists()
+
+
+def test_the_comparison_build_is_made_once_and_again_for_other_options(setup, monkeypatch):
+    monkeypatch.setattr(setup, "_tool", lambda name: name)
+    where = setup.build_pristine("-DGGML_NATIVE=OFF")
+    first = ran(setup)
+    assert "-DKNAPSPEC_EDGE_PRISTINE=ON" in first
+    assert "-DGGML_NATIVE=OFF" in first
+    assert Path(where["KNAPSPEC_EDGE_PRISTINE_LIB"]).is_dir()
+    models = Path(where["KNAPSPEC_EDGE_TINY_MODELS"])
+    assert [path.name for path in models.iterdir()] == ["llama.gguf"]
+    assert setup.build_pristine("-DGGML_NATIVE=OFF") == where
+    assert ran(setup) == ""
+    setup.build_pristine("")
+    assert "--build" in ran(setup)
+    (models / "llama.gguf").unlink()
+    models.rmdir()
+    setup.build_pristine("")
+    assert "tiny_models -o" in ran(setup)
+
+
+def test_a_generator_that_writes_nothing_is_a_failure(setup, tmp_path):
+    setup.CACHE.mkdir()
+    progress = setup.Progress(1, io.StringIO())
+    setup.execute = lambda command, progress, **more: ""
+    with pytest.raises(setup.SetupError, match="wrote no model"):
+        setup.make_tiny_models(tmp_path, tmp_path / "models", progress)
 
 
 def test_a_damaged_state_counts_as_none(setup):
