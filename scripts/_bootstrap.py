@@ -32,6 +32,7 @@ PRISTINE = CACHE / "pristine"
 
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+PROGRAM = BIN / ("knapspec-edge.exe" if os.name == "nt" else "knapspec-edge")
 
 # what the installed package is made from, apart from Python sources
 INPUTS = (
@@ -392,7 +393,7 @@ def set_up(*, tests: bool) -> dict[str, Any]:
         arguments = cmake_args(state)
         wanted = fingerprint(INPUTS, arguments)
         fresh = not state or not PYTHON.exists()
-        stale = fresh or state.get("inputs") != wanted
+        stale = fresh or state.get("inputs") != wanted or not PROGRAM.exists()
         with_tests = tests or bool(state.get("tests"))
         add_tests = with_tests and (stale or not state.get("tests"))
         progress = Progress(total=3 * fresh + stale + add_tests)
@@ -431,7 +432,9 @@ def set_up(*, tests: bool) -> dict[str, Any]:
 
 
 def _is_current(state: Mapping[str, Any], tests: bool) -> bool:
-    if not state or not PYTHON.exists() or (tests and not state.get("tests")):
+    if not state or not PYTHON.exists() or not PROGRAM.exists():
+        return False
+    if tests and not state.get("tests"):
         return False
     return bool(state.get("inputs") == fingerprint(INPUTS, cmake_args(state)))
 
@@ -549,14 +552,14 @@ def main_run(arguments: Sequence[str]) -> int:
         os.environ.setdefault("KNAPSPEC_EDGE_LIBRARY", str(library_folder()))
         if os.name == "nt":
             # the child has the console and its own handling of Ctrl-C
-            program = subprocess.Popen([BIN / "knapspec-edge.exe", *arguments])
+            program = subprocess.Popen([PROGRAM, *arguments])
             while True:
                 with contextlib.suppress(KeyboardInterrupt):
                     return program.wait()
         sys.stdout.flush()
         sys.stderr.flush()
         # through the interpreter: a long path would break the script's first line
-        os.execv(PYTHON, [str(PYTHON), str(BIN / "knapspec-edge"), *arguments])
+        os.execv(PYTHON, [str(PYTHON), str(PROGRAM), *arguments])
 
     return _guarded(action)
 

@@ -41,6 +41,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "PRISTINE": tmp_path / ".cache" / "pristine",
         "BIN": venv / "bin",
         "PYTHON": venv / "bin" / "python",
+        "PROGRAM": venv / "bin" / "knapspec-edge",
     }
     for name, value in names.items():
         monkeypatch.setattr(module, name, value)
@@ -62,6 +63,8 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             (Path(words[-1]) / "llama.gguf").write_text("GGUF")
         if module.fail_at and module.fail_at in " ".join(words):
             raise module.SetupError("stopped here")
+        if "--editable" in words:
+            module.PROGRAM.write_text("")
         return "archive.tar.gz"
 
     module.fail_at = ""
@@ -176,6 +179,16 @@ def test_a_generator_that_writes_nothing_is_a_failure(setup, tmp_path):
     setup.execute = lambda command, progress, **more: ""
     with pytest.raises(setup.SetupError, match="wrote no model"):
         setup.make_tiny_models(tmp_path, tmp_path / "models", progress)
+
+
+def test_a_package_that_was_taken_out_is_put_back(setup):
+    setup.set_up(tests=False)
+    ran(setup)
+    setup.PROGRAM.unlink()
+    setup.set_up(tests=False)
+    again = ran(setup)
+    assert "--editable ." in again
+    assert "-m venv" not in again
 
 
 def test_a_damaged_state_counts_as_none(setup):
