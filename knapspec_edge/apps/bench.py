@@ -445,7 +445,7 @@ def _environment(engine: Engine) -> dict[str, Any]:
     return {
         "version": _version(),
         "model": None if info is None else info.path.name,
-        "model_fingerprint": engine._fingerprint(),
+        "model_fingerprint": engine.fingerprint(),
         "model_type": None if info is None else info.file_type,
         "settings": engine.backend.settings,  # type: ignore[attr-defined]
         "library_digest": library["digest"],
