@@ -96,6 +96,10 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Flash attention.",
     ),
+    _option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
+    _option("--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."),
+)
+_ANSWER_OPTIONS = (
     _option(
         "--spec",
         default="auto",
@@ -103,10 +107,6 @@ _MODEL_OPTIONS = (
         metavar="auto|on|off|FILE",
         help="Speculation: where it pays, always, never, or by a plan file.",
     ),
-    _option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
-    _option("--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."),
-)
-_ANSWER_OPTIONS = (
     _option(
         "--temp",
         type=click.FloatRange(0.0),
@@ -201,7 +201,7 @@ def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
     settings = _settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
     try:
-        with _open(model, options, terminal) as engine:
+        with _open(model, options, terminal, needs_template=True) as engine:
             conversation = Conversation(
                 engine, settings, system=options["system"], progress=terminal.progress
             )
@@ -319,6 +319,118 @@ def doctor(model: str | None, as_json: bool) -> int:
         if not report["problems"]:
             click.echo("everything needed is in place")
     return 1 if report["problems"] else 0
+
+
+@cli.command()
+@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@click.option(
+    "--plan",
+    "plans",
+    multiple=True,
+    metavar="FILE",
+    help="Compare this plan, forced; repeatable.",
+)
+@click.option("--best/--no-best", default=True, help="Compare the planner's best plan, forced.")
+@click.option(
+    "--unpatched",
+    metavar="FOLDER",
+    help="Compare another build of llama.cpp: the folder of its libraries.",
+)
+@click.option(
+    "--prompts", type=click.IntRange(1), metavar="N", help="Use only the first N prompts."
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(2),
+    default=128,
+    show_default=True,
+    help="Longest answer in tokens.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Rounds over all prompts.",
+)
+@click.option(
+    "--cooldown",
+    type=click.FloatRange(0.0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Pause before each answer.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["md", "json"]),
+    default="md",
+    show_default=True,
+    help="Form of the report.",
+)
+@_with(*_MODEL_OPTIONS, *_OUTPUT_OPTIONS)
+def bench(
+    model: str | None,
+    plans: tuple[str, ...],
+    best: bool,
+    unpatched: str | None,
+    prompts: int | None,
+    max_tokens: int,
+    repeats: int,
+    cooldown: float,
+    form: str,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
+    """Compare plain decoding with forced plans, and with another build of llama.cpp, answer by
+    answer in turn. Every text is compared with that of plain decoding.
+
+    \b
+    Examples:
+      knapspec-edge bench
+      knapspec-edge bench model.gguf --plan mine.json --no-best --prompts 5
+      knapspec-edge bench model.gguf --unpatched /opt/llama.cpp/build/bin --format json
+    """
+    from pathlib import Path
+
+    from .apps import bench as app
+    from .terminal import Terminal
+
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    chosen = app.Options(
+        n_prompts=prompts or len(app.PROMPTS),
+        max_tokens=max_tokens,
+        repeats=repeats,
+        cooldown_seconds=cooldown,
+        plans=tuple(Path(plan) for plan in plans),
+        best=best,
+        unpatched=None if unpatched is None else Path(unpatched),
+    )
+    report = None
+    exit_code = 0
+    try:
+        with _open(model, options, terminal, spec="off") as engine:
+            try:
+                for report in app.run(  # noqa: B007  (the last one is printed)
+                    engine,
+                    chosen,
+                    lambda done, total, _: terminal.progress("compare", done / total),
+                ):
+                    pass
+            except (Interrupted, KeyboardInterrupt):
+                exit_code = EXIT_INTERRUPTED
+    finally:
+        terminal.clear_progress()
+    if report is not None:
+        if form == "json":
+            import json
+
+            terminal.text(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
+        else:
+            terminal.text(app.markdown(report) + "\n")
+    return exit_code
 
 
 @cli.group()
@@ -443,7 +555,14 @@ def _unescaped(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def _open(model: str | None, options: dict[str, Any], terminal: Terminal) -> Engine:
+def _open(
+    model: str | None,
+    options: dict[str, Any],
+    terminal: Terminal,
+    *,
+    spec: str | None = None,
+    needs_template: bool = False,
+) -> Engine:
     """Fetch the model if need be, open it, and say what there is to be warned of."""
     from . import models as store
     from .engine import Engine
@@ -461,8 +580,9 @@ def _open(model: str | None, options: dict[str, Any], terminal: Terminal) -> Eng
         gpu_layers=options["gpu_layers"],
         kv_type=options["kv_type"],
         flash_attn=options["flash_attn"],
-        spec=options["spec"],
+        spec=spec or options["spec"],
         template=options["template"],
+        needs_template=needs_template,
         progress=terminal.progress,
     )
     terminal.clear_progress()

@@ -263,6 +263,7 @@ class Engine:
         flash_attn: str = "auto",
         spec: str | os.PathLike[str] = "auto",
         template: str | None = None,
+        needs_template: bool = False,
         config: Config = DEFAULTS,
         progress: Progress | None = None,
     ) -> Engine:
@@ -272,6 +273,7 @@ class Engine:
         config.ctx_tokens. `gpu_layers`: None lets the library decide. `spec`: "auto" speculates
         where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
         file. `template`: a built-in chat template's name or a file, in place of the model's own.
+        `needs_template`: refuse a model that cannot chat now, before anything is measured.
 
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
@@ -322,6 +324,8 @@ class Engine:
                 warnings=warnings,
                 library=native.library_info()["digest"],
             )
+            if needs_template:
+                engine.require_template()
             engine.set_speculation(spec, progress=progress)
             engine._resources = resources.pop_all()
         return engine
@@ -417,7 +421,7 @@ class Engine:
                     progress("measure", share)
 
             tokens = calibration_tokens(self.vocabulary, self._template)
-            key = {"model": self._fingerprint(), "library": self._library}
+            key = {"model": self.fingerprint(), "library": self._library}
             self.session.reset()  # the measurement needs the whole context
             with self.interruptible():
                 self._decision = planner.decide(
@@ -436,9 +440,10 @@ class Engine:
         if self.backend.refusal is not None:
             raise PlanError(f"a plan cannot be honoured: {self.backend.refusal}; use --spec off")
         architecture = "" if self.info is None else self.info.architecture
-        return plan_file.load(path, self.backend.sublayers, self._fingerprint(), architecture)
+        return plan_file.load(path, self.backend.sublayers, self.fingerprint(), architecture)
 
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """Identity of the model file in cache keys and plan files; empty without a file."""
         from .gguf_check import fingerprint
 
         return "" if self.info is None else fingerprint(self.info)

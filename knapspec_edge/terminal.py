@@ -21,6 +21,7 @@ _STAGES = {
     "load": "loading the model",
     "measure": "measuring this machine (once)",
     "prompt": "reading the prompt",
+    "compare": "comparing, answer by answer",
     "check": "checking the file",
     "wait": "waiting for another download of the same model",
     "download": "downloading",

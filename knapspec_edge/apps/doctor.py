@@ -75,6 +75,19 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (f"library {name.replace('_', ' ')}", _shown(value))
         for name, value in report["library"].items()
+        if name not in ("build", "devices")
+    ]
+    rows += [
+        (f"build {name.replace('_', ' ')}", _shown(value))
+        for name, value in report["library"].get("build", {}).items()
+    ]
+    rows += [
+        (
+            f"device {device['name']}",
+            f"{device['description']} ({device['type']}, {device['free_bytes'] >> 20} of "
+            f"{device['total_bytes'] >> 20} MiB free)",
+        )
+        for device in report["library"].get("devices", [])
     ]
     for name, folder in report["folders"].items():
         state = "writable" if folder["writable"] else "not writable"

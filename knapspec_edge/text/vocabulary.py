@@ -15,6 +15,9 @@ class Vocabulary(Protocol):
         ...
 
     @property
+    def n_vocab(self) -> int: ...
+
+    @property
     def chat_template(self) -> str | None: ...
 
     @property
