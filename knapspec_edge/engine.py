@@ -243,6 +243,7 @@ class Engine:
         self._guard: SpeedGuard | None = None
         self._decision: Decision | None = None  # once measured
         self._template: ChatTemplate | None = None
+        self._latest: Answer | None = None
         try:
             self._template = choose_template(vocabulary, template)
         except ModelError as error:
@@ -342,7 +343,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the model. The engine cannot be used afterwards."""
+        """Free the model. The engine cannot be used afterwards; an unfinished answer ends here."""
+        if self._latest is not None:
+            self._latest.close()
+            self._latest = None
         self._resources.close()
 
     @property
@@ -535,7 +539,7 @@ class Engine:
             progress=prompt_progress,
             guard=self._guard,
         )
-        return Answer(
+        self._latest = Answer(
             generation,
             StreamDecoder(self.vocabulary, starts_text=starts_text),
             stop,
@@ -544,6 +548,7 @@ class Engine:
             n_ctx=self.n_ctx,
             notices=notices,
         )
+        return self._latest
 
 
 def _check_spec(spec: str | os.PathLike[str]) -> None:

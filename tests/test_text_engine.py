@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_vocabulary import FakeVocabulary
-from fakes import interrupted
-from scripted import CHATML, fake_of, scripted_engine
+from fakes import FakeBackend, interrupted
+from scripted import CHATML, ScriptedModel, fake_of, scripted_engine
 
+from knapspec_edge import gguf_check, native
+from knapspec_edge.config import DEFAULTS
 from knapspec_edge.engine import Answer, Engine, Settings, Speculation
 from knapspec_edge.errors import (
     ContextError,
@@ -255,6 +260,111 @@ def test_template_marker_that_the_vocabulary_lacks_ends_the_answer_as_text() -> 
     answer = engine.chat(ASK)
     assert "".join(read(answer)) == "A hare."
     assert answer.finish_reason == "stop"
+
+
+# -- opening a file
+
+
+class Opened(FakeVocabulary):
+    """Stands in for native.Model."""
+
+    n_ctx_train = 1000
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        closed.append("model")
+
+
+class Context(FakeBackend):
+    """Stands in for native.LlamaBackend."""
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        closed.append("context")
+
+    def truncate(self, n_tokens: int) -> None:
+        assert "context" not in closed
+        super().truncate(n_tokens)
+
+
+closed: list[str] = []
+
+
+@pytest.fixture
+def openable(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Engine.open without files and native code; what the context was asked for."""
+    asked: dict[str, object] = {}
+    vocab = Opened(chat_template=CHATML)
+
+    def open_context(model: object, *, ctx_tokens: int, **settings: object) -> Context:
+        asked.update(settings, ctx_tokens=ctx_tokens)
+        return Context(ScriptedModel(vocabulary=vocab), n_layer=1, n_ctx=ctx_tokens)
+
+    info = SimpleNamespace(path=Path("m.gguf"), name="M", context_length=1000, architecture="toy")
+    monkeypatch.setattr(gguf_check, "inspect", lambda path: info)
+    monkeypatch.setattr(gguf_check, "fingerprint", lambda info: "f" * 32)
+    monkeypatch.setattr(native, "open_model", lambda path, **_: vocab)
+    monkeypatch.setattr(native, "open_context", open_context)
+    monkeypatch.setattr(native, "library_info", lambda: {"digest": "d"})
+    closed.clear()
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("ctx", "trained", "expected", "warned"),
+    [
+        (None, 1000, 1000, False),
+        (None, 131072, DEFAULTS.ctx_tokens, False),
+        (None, 0, 1000, False),  # the file's own figure is asked next
+        (300, 1000, 300, False),
+        (2000, 1000, 2000, True),
+    ],
+)
+def test_context_size(
+    openable: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    ctx: int | None,
+    trained: int,
+    expected: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(Opened, "n_ctx_train", trained)
+    with Engine.open("m.gguf", ctx=ctx, spec="off") as engine:
+        assert engine.n_ctx == openable["ctx_tokens"] == expected
+        warnings = engine.take_warnings()
+        assert len(warnings) == warned
+        if warned:
+            assert "2000" in warnings[0]
+            assert "1000" in warnings[0]
+        assert engine.take_warnings() == []
+
+
+def test_closing_ends_an_answer_and_frees_in_order(openable: dict[str, object]) -> None:
+    with Engine.open("m.gguf", spec="off") as engine:
+        answer = engine.chat(ASK)
+        next(answer)
+    assert closed == ["context", "model"]
+    del answer
+    gc.collect()  # nothing is left that would touch the closed context
+
+
+def test_refusal_while_opening_frees_everything(openable: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Engine.open("m.gguf", spec="off", template="nonsense")
+    assert closed == ["context", "model"]
+
+
+@pytest.mark.parametrize("wrong", [{"ctx": 0}, {"threads": 0}, {"spec": "maybe"}])
+def test_bad_requests_are_refused_before_loading(
+    openable: dict[str, object], wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError):
+        Engine.open("m.gguf", **wrong)
+    assert openable == {}
 
 
 # -- speculation

@@ -241,10 +241,11 @@ def test_unknown_template_name_lists_the_known_ones(tmp_path: Path) -> None:
 def test_named_template_ends_answers_even_where_the_vocabulary_lacks_the_marker() -> None:
     known = choose_template(FakeVocabulary(), "chatml")
     assert known is not None
-    assert known.extra_end_tokens == {FakeVocabulary().special["<|im_end|>"]}
+    special = FakeVocabulary().special
+    assert known.extra_end_tokens == {special["<|im_end|>"], special["<|im_start|>"]}
     assert known.stop == ()
     bare = FakeVocabulary(controls=("<s>", "</s>"))
     unknown = choose_template(bare, "chatml")
     assert unknown is not None
-    assert unknown.stop == ("<|im_end|>",)
+    assert unknown.stop == ("<|im_end|>", "<|im_start|>")
     assert unknown.extra_end_tokens == frozenset()

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BuiltinTemplate:
-    """Jinja source, and the text that ends an answer written in it."""
+    """Jinja source, and the texts that end an answer written in it: the end of a turn, and the
+    start of the next one, which base models tend to write instead."""
 
     source: str
-    end_of_turn: str
+    ends: tuple[str, ...]
 
 
 _SYSTEM_FIRST = (
@@ -25,7 +26,7 @@ BUILTIN: dict[str, BuiltinTemplate] = {
         "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}",
-        "<|im_end|>",
+        ("<|im_end|>", "<|im_start|>"),
     ),
     "llama2": BuiltinTemplate(
         _SYSTEM_FIRST + "{%- for message in turns -%}"
@@ -37,7 +38,7 @@ BUILTIN: dict[str, BuiltinTemplate] = {
         "{{- message['content'] + ' [/INST]' -}}"
         "{%- else -%}{{- ' ' + message['content'] + ' ' + eos_token -}}{%- endif -%}"
         "{%- endfor -%}",
-        "</s>",
+        ("</s>",),
     ),
     "llama3": BuiltinTemplate(
         "{{- bos_token -}}{%- for message in messages -%}"
@@ -46,7 +47,7 @@ BUILTIN: dict[str, BuiltinTemplate] = {
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}"
         "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}",
-        "<|eot_id|>",
+        ("<|eot_id|>", "<|start_header_id|>"),
     ),
     "gemma": BuiltinTemplate(
         "{{- bos_token -}}" + _SYSTEM_FIRST + "{%- for message in turns -%}"
@@ -56,7 +57,7 @@ BUILTIN: dict[str, BuiltinTemplate] = {
         "{{- message['content'] + '<end_of_turn>\\n' -}}"
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}",
-        "<end_of_turn>",
+        ("<end_of_turn>", "<start_of_turn>"),
     ),
     "mistral": BuiltinTemplate(
         "{{- bos_token -}}" + _SYSTEM_FIRST + "{%- for message in turns -%}"
@@ -66,13 +67,13 @@ BUILTIN: dict[str, BuiltinTemplate] = {
         "{{- message['content'] + ' [/INST]' -}}"
         "{%- else -%}{{- ' ' + message['content'] + eos_token -}}{%- endif -%}"
         "{%- endfor -%}",
-        "</s>",
+        ("</s>",),
     ),
     "zephyr": BuiltinTemplate(
         "{%- for message in messages -%}"
         "{{- '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' -}}"
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}",
-        "</s>",
+        ("</s>", "<|user|>"),
     ),
 }

@@ -54,12 +54,12 @@ class ChatTemplate:
     """One chat template bound to one vocabulary.
 
     Raises ModelError where the template cannot be compiled; `origin` names it in messages.
-    `extra_end_tokens` and `stop` end an answer where the vocabulary itself does not know the
-    template's end-of-turn marker.
+    `ends` are the texts that end an answer; those the vocabulary has as control tokens are
+    `extra_end_tokens`, the others stop strings, `stop`.
     """
 
     def __init__(
-        self, source: str, vocabulary: Vocabulary, *, origin: str, end_of_turn: str | None = None
+        self, source: str, vocabulary: Vocabulary, *, origin: str, ends: Sequence[str] = ()
     ) -> None:
         self.source = source
         self.origin = origin
@@ -67,14 +67,16 @@ class ChatTemplate:
         self._strips: dict[int, tuple[bool, bool]] = {}
         self._renderer = _Renderer(source, vocabulary, origin)
         self._render = self._renderer.render
-        self.extra_end_tokens: frozenset[int] = frozenset()
-        self.stop: tuple[str, ...] = ()
-        if end_of_turn:
-            ids = vocabulary.tokenize(end_of_turn, parse_special=True)
+        end_tokens: list[int] = []
+        stop: list[str] = []
+        for end in ends:
+            ids = vocabulary.tokenize(end, parse_special=True)
             if len(ids) == 1 and vocabulary.is_control(ids[0]):
-                self.extra_end_tokens = frozenset(ids)
+                end_tokens += ids
             else:
-                self.stop = (end_of_turn,)
+                stop.append(end)
+        self.extra_end_tokens = frozenset(end_tokens)
+        self.stop = tuple(stop)
 
     def apply(
         self,
@@ -249,7 +251,7 @@ def choose_template(vocabulary: Vocabulary, override: str | None = None) -> Chat
                 builtin.source,
                 vocabulary,
                 origin=f"the built-in template {override.strip().lower()}",
-                end_of_turn=builtin.end_of_turn,
+                ends=builtin.ends,
             )
         return ChatTemplate(
             _read_template(override), vocabulary, origin=f"the template file {override}"
