@@ -30,7 +30,13 @@ _BUILD_INFO = "_build_info.json"
 def library_folder() -> Path:
     """Folder that holds libllama and the ggml libraries of this installation."""
     override = os.environ.get(OVERRIDE)
-    return Path(override) if override else Path(__file__).parent / "lib"
+    if override:
+        return Path(override)
+    # an editable installation has its Python files in the checkout and the libraries elsewhere
+    from . import __path__ as folders
+
+    installed = [folder for f in folders if (folder := Path(f) / "lib").is_dir()]
+    return installed[0] if installed else Path(__file__).parent / "lib"
 
 
 def library_file(name: str) -> Path | None:
@@ -69,7 +75,10 @@ def _foreign_libraries(folder: Path) -> list[str]:
     foreign = []
     for path in _mapped_files():
         name = os.path.basename(path)
-        if name.startswith(("libllama.", "libggml")) and os.path.realpath(os.path.dirname(path)) != ours:
+        if (
+            name.startswith(("libllama.", "libggml"))
+            and os.path.realpath(os.path.dirname(path)) != ours
+        ):
             foreign.append(path)
     return foreign
 

@@ -67,9 +67,7 @@ class Peer:
 
     def pick(self) -> int:
         row = np.ctypeslib.as_array(
-            ctypes.cast(
-                self.llama.llama_get_logits(self.context), ctypes.POINTER(ctypes.c_float)
-            ),
+            ctypes.cast(self.llama.llama_get_logits(self.context), ctypes.POINTER(ctypes.c_float)),
             shape=(self.n_vocab,),
         )
         return int(row.argmax())

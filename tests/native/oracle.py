@@ -258,7 +258,17 @@ def main() -> None:
     ):
         works += v.works
         state = "ok" if v.works else "REFUSED" if not v.sublayers and not v.crashed else "FAULT"
-        print(state, v.name, len(v.sublayers), v.refusal, *v.wrong, *v.crashed, *v.unproved, v.full_differs, flush=True)
+        print(
+            state,
+            v.name,
+            len(v.sublayers),
+            v.refusal,
+            *v.wrong,
+            *v.crashed,
+            *v.unproved,
+            v.full_differs,
+            flush=True,
+        )
     print(works, "work")
 
 

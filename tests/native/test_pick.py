@@ -22,7 +22,11 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def pick(
-    logits: np.ndarray, temperature: float = 0.0, min_p: float = 0.0, seed: int = 0, position: int = 0
+    logits: np.ndarray,
+    temperature: float = 0.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    position: int = 0,
 ) -> tuple[int, int, float, float]:
     """(code, token, probability, margin)"""
     row = np.ascontiguousarray(logits, dtype=np.float32)
