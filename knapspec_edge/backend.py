@@ -1,7 +1,7 @@
 """The seam between the decoding loop and whatever computes: token ids, positions and arrays only.
 
-`knapspec_edge.native` implements it on the patched llama.cpp; the tests implement it with a fake that
-keeps a ledger of which (position, sublayer) holds keys. Nothing here knows about text.
+`knapspec_edge.native` implements it on the patched llama.cpp; the tests implement it with a fake
+that keeps a ledger of which (position, sublayer) holds keys. Nothing here knows about text.
 """
 
 from __future__ import annotations

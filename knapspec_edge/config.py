@@ -11,9 +11,7 @@ class Config:
 
     # context
     ctx_tokens: int = 4096  # modest by default: 128k-token models must start on an 8 GB laptop
-    max_verify_tokens: int = (
-        16  # widest verification pass; its logits rows are all that is reserved
-    )
+    max_verify_tokens: int = 16  # widest verification pass; rows of logits are reserved for it
     prefill_slice_tokens: int = 512  # an interrupt on a GPU is noticed between slices
     kept_graphs: int = 12  # allocated graphs kept alive per context
 
@@ -31,9 +29,7 @@ class Config:
     measure_max_spread: float = 0.5  # quartile distance / median of a step; above, not believed
     measure_retry_seconds: float = 3600.0  # a result that is not believed is measured again after
     measure_min_context_tokens: int = 32  # a slow model's prompt is shortened down to this
-    measure_block_tokens: int = (
-        16  # width of one probing pass; a draft sees no more of its own keys
-    )
+    measure_block_tokens: int = 16  # width of a probing pass; a draft sees no more of its own keys
     measure_min_probes: int = 8  # single-skip probes that even the slowest model gets
 
     # first planner

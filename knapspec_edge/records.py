@@ -41,7 +41,7 @@ class Mode:
     def __str__(self) -> str:
         if self.kind is ModeKind.WINDOW:
             return f"window:{self.sink_tokens}+{self.window_tokens}"
-        return self.kind.value
+        return str(self.kind.value)
 
 
 FULL = Mode(ModeKind.FULL)
@@ -164,7 +164,7 @@ class Stats:
     plan_ms: float = 0.0
     # accepted_lengths[k]: rounds with a draft in which exactly k drafted tokens were accepted
     accepted_lengths: dict[int, int] = field(default_factory=dict)
-    # per drafted place i (0-based): how often it was verified with all before it accepted / accepted
+    # per drafted place i (0-based): how often all before it were accepted / it was accepted too
     tried_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     # "stop", "length" or "interrupted"; None while running or after the reader closed it early

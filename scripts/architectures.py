@@ -26,14 +26,16 @@ TARGET = ROOT / "patches" / "ARCHITECTURES.md"
 HEADER = """\
 # Architectures
 
-Written by `scripts/architectures.py`; do not edit. For every architecture that upstream's own generator of
-tiny models makes, each sublayer was left out in turn, and the logits were compared bit for bit with those of
-the unpatched library on a file in which that sublayer's output projection is zero (`tests/native/oracle.py`).
+Written by `scripts/architectures.py`; do not edit. For every architecture that upstream's own
+generator of tiny models makes, each sublayer was left out in turn, and the logits were compared
+bit for bit with those of the unpatched library on a file in which that sublayer's output
+projection is zero (`tests/native/oracle.py`).
 
 * **speculates**: every sublayer proved, and the KV cache can be cut back to the accepted tokens.
-* **plain only**: every sublayer proved, but a recurrent state cannot be cut back, so these models decode plainly.
-* **refused**: the sublayers are not recognised, or text is not generated token by token. These models decode
-  plainly where llama.cpp can; `--spec on` is refused with the reason.
+* **plain only**: every sublayer proved, but a recurrent state cannot be cut back: these models
+  decode plainly.
+* **refused**: the sublayers are not recognised, or text is not generated token by token. These
+  models decode plainly where llama.cpp can; `--spec on` is refused with the reason.
 
 """
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,7 @@ PLAIN = "plain"
 UNPATCHED = "unpatched llama.cpp"
 
 # Batches of another width round differently. Up to these distances between the two best logits a
-# flip of the pick is rounding (measured: README, exactness); F32 weights and keys allow next to none.
+# flip of the pick is rounding (README, Exactness); F32 weights and keys allow next to none.
 EXPLAINED_MARGIN = {"f32": 1e-4, "f16": 0.2}
 EXPLAINED_MARGIN_QUANTISED = 2.0
 
@@ -332,10 +332,8 @@ class _Peer:
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 # what was not sent yet no longer matters
-                try:
+                with suppress(BrokenPipeError):
                     stream.close()
-                except BrokenPipeError:
-                    pass
 
 
 def _compare(block: Sequence[Run]) -> None:

@@ -36,16 +36,13 @@ class Sampling(ctypes.Structure):
     ]
 
 
+GRAPH_STATS = ("n_builds", "n_reuses", "n_evicted", "n_nodes", "n_kept")
+
+
 class GraphStats(ctypes.Structure):
     """struct knapspec_graph_stats: int64_t n_builds, n_reuses, n_evicted, n_nodes, n_kept"""
 
-    _fields_ = [  # noqa: RUF012
-        ("n_builds", ctypes.c_int64),
-        ("n_reuses", ctypes.c_int64),
-        ("n_evicted", ctypes.c_int64),
-        ("n_nodes", ctypes.c_int64),
-        ("n_kept", ctypes.c_int64),
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in GRAPH_STATS]  # noqa: RUF012
 
 
 _p = ctypes.c_void_p
@@ -61,13 +58,15 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_n_sublayers": (_i32, [_p]),
     # const char * knapspec_refusal(struct llama_context * ctx);
     "knapspec_refusal": (ctypes.c_char_p, [_p]),
-    # int32_t knapspec_sublayer(struct llama_context * ctx, int32_t i, int32_t * layer, int32_t * kind);
+    # int32_t knapspec_sublayer(struct llama_context * ctx, int32_t i,
+    #     int32_t * layer, int32_t * kind);
     "knapspec_sublayer": (_i32, [_p, _i32, _i32s, _i32s]),
     # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
     "knapspec_set_plan": (_i32, [_p, _i32s, _i32]),
     # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
     "knapspec_keep_graphs": (None, [_p, _i32]),
-    # void knapspec_get_graph_stats(struct llama_context * ctx, struct knapspec_graph_stats * out);
+    # void knapspec_get_graph_stats(struct llama_context * ctx,
+    #     struct knapspec_graph_stats * out);
     "knapspec_get_graph_stats": (None, [_p, ctypes.POINTER(GraphStats)]),
     # int32_t knapspec_eval(struct llama_context * ctx, const llama_token * tokens, int32_t n_tokens,
     #     llama_pos pos, int32_t n_outputs, const struct knapspec_sampling * sampling,

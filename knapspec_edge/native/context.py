@@ -204,7 +204,7 @@ class LlamaBackend:
         """Graphs built, reused, evicted and kept, and the nodes of the latest one."""
         stats = bindings.GraphStats()
         self._lib.knapspec_get_graph_stats(self.pointer, ctypes.byref(stats))
-        return {name: getattr(stats, name) for name, _ in bindings.GraphStats._fields_}
+        return {name: int(getattr(stats, name)) for name in bindings.GRAPH_STATS}
 
     # the four verbs
 
@@ -359,7 +359,7 @@ class LlamaBackend:
             self._sampling.min_p = sampling.min_p
             self._sampling.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
             self._sampling_from = sampling
-        self._tokens_in[:n] = tokens
+        self._tokens_in[:n] = list(tokens)
         code = self._lib.knapspec_eval(
             self.pointer,
             self._tokens_in,

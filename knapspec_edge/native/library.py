@@ -130,7 +130,7 @@ def load() -> ModuleType:
     if ggml is not None and _has_loadable_backends(folder):
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     llama.llama_backend_init()
-    return llama  # type: ignore[no-any-return]
+    return llama
 
 
 def _has_loadable_backends(folder: Path) -> bool:
@@ -181,8 +181,10 @@ def devices() -> list[dict[str, Any]]:
     """Devices of the loaded backends: name, description, type, free and total bytes."""
     load()
     ggml = ggml_library()
-    found = []
-    for i in range(ggml.ggml_backend_dev_count() if ggml else 0):
+    found: list[dict[str, Any]] = []
+    if ggml is None:
+        return found
+    for i in range(ggml.ggml_backend_dev_count()):
         device = ggml.ggml_backend_dev_get(i)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))

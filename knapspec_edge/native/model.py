@@ -27,7 +27,7 @@ class Model:
         gpu_layers: int | None = None,
         progress: Callable[[float], bool] | None = None,
     ) -> None:
-        """Raises LibraryError, ModelError if the file cannot be loaded, Interrupted if cancelled."""
+        """Raises LibraryError, ModelError if it cannot be loaded, Interrupted if cancelled."""
         if gpu_layers is not None and gpu_layers < 0:
             raise UsageError(f"--gpu-layers must be 0 or more, not {gpu_layers}")
         self.path = Path(path)

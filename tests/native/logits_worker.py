@@ -1,9 +1,9 @@
 """A process that computes logits with one build of llama.cpp and answers on standard output.
 
-Two builds cannot live in one process, so the comparison tests run one worker per build. A request is
-one line of JSON, the answer one line of JSON that may announce raw float32 rows behind it. It uses
-llama.cpp's public interface through llama-cpp-python (LLAMA_CPP_LIB_PATH names the build); only
-requests with a plan need the patch.
+Two builds cannot live in one process, so the comparison tests run one worker per build. A request
+is one line of JSON, the answer one line of JSON that may announce raw float32 rows behind it.
+It uses llama.cpp's public interface through llama-cpp-python (LLAMA_CPP_LIB_PATH names the
+build); only requests with a plan need the patch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def n_nodes(context: Any) -> int:
 
 
 def compute(context: Any, model: Any, request: dict[str, Any]) -> np.ndarray:
-    """Logits f32 [tokens, vocabulary] of request["tokens"], decoded in slices of request["steps"]."""
+    """Logits f32 [tokens, vocabulary] of request["tokens"], in slices of request["steps"]."""
     tokens, steps = request["tokens"], request["steps"]
     n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
     rows, position = [], 0

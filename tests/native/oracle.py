@@ -1,9 +1,9 @@
 """The oracle: leaving a sublayer out equals zeroing its output projection in the file.
 
-For every sublayer that the patch recognises in a model, the unpatched library computes the logits of
-a file in which that sublayer's output projection (bias, experts and shared expert too) is zero. They
-must equal, bit for bit, what the patched library computes with the sublayer skipped: single tokens
-and a batch, decoded under the plan from the first token on.
+For every sublayer that the patch recognises in a model, the unpatched library computes the logits
+of a file in which that sublayer's output projection (bias, experts and shared expert too) is zero.
+They must equal, bit for bit, what the patched library computes with the sublayer skipped: single
+tokens and a batch, decoded under the plan from the first token on.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def judge(model: Path, patched: Worker, pristine: Worker, scratch: Path) -> Verd
     done: set[tuple[int, str]] = set()
     for index, (layer, kind) in enumerate(verdict.sublayers):
         label = f"{kind} {layer}"
-        # several sublayers of one kind in a layer (a dense and an expert network) are judged together
+        # two networks of one kind in a layer (dense and experts) are judged together
         together = [i for i, item in enumerate(verdict.sublayers) if item == (layer, kind)]
         if (layer, kind) in done:
             continue

@@ -8,8 +8,8 @@ import pytest
 
 from .oracle import Verdict, Worker, judge
 
-# Refused by name, with the reason: hyper-connections or other mixtures of several residual streams,
-# loops over shared layers, diffusion models, and a fixture that upstream builds without its experts.
+# Refused by name, with the reason: hyper-connections and other mixtures of several residual
+# streams, loops over shared layers, diffusion models, and a fixture without its experts.
 REFUSED = {
     "deepseek4-moe",
     "dream-dense",

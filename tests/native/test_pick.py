@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knapspec_edge.native import bindings
-from knapspec_edge.native.library import load, library_file
+from knapspec_edge.native.library import library_file, load
 
 pytestmark = pytest.mark.skipif(library_file("llama") is None, reason="no patched library")
 

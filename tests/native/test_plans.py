@@ -332,6 +332,12 @@ def test_interrupt_from_another_thread(backend: Any) -> None:
     assert backend.decode(1, GREEDY) == a
 
 
+def prefill_until(context: Any, end: float) -> None:
+    while time.monotonic() < end:
+        context.prefill([i % 100 for i in range(16000)], GREEDY)
+        context.truncate(0)
+
+
 def test_interrupt_while_computing(patched_library: Path, tiny_models: Path) -> None:
     with (
         open_model(tiny_models / "llama-dense.gguf") as model,
@@ -341,9 +347,7 @@ def test_interrupt_while_computing(patched_library: Path, tiny_models: Path) -> 
         started = time.monotonic()
         timer.start()
         with pytest.raises(Interrupted):
-            while time.monotonic() - started < 60:
-                context.prefill([i % 100 for i in range(16000)], GREEDY)
-                context.truncate(0)
+            prefill_until(context, started + 60)
         timer.join()
         assert context.n_past % context._slice == 0
         assert context._llama.llama_memory_seq_pos_max(context._memory, 0) == context.n_past - 1
