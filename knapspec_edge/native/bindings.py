@@ -68,8 +68,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     # void knapspec_get_graph_stats(struct llama_context * ctx,
     #     struct knapspec_graph_stats * out);
     "knapspec_get_graph_stats": (None, [_p, ctypes.POINTER(GraphStats)]),
-    # int32_t knapspec_eval(struct llama_context * ctx, const llama_token * tokens, int32_t n_tokens,
-    #     llama_pos pos, int32_t n_outputs, const struct knapspec_sampling * sampling,
+    # int32_t knapspec_eval(struct llama_context * ctx, const llama_token * tokens,
+    #     int32_t n_tokens, llama_pos pos, int32_t n_outputs, const struct knapspec_sampling * sampling,
     #     llama_token * tokens_out, float * probs_out, float * margins_out);
     "knapspec_eval": (
         _i32,
