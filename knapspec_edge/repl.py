@@ -106,7 +106,9 @@ def _decoded(raw: IO[bytes] | None, stream: IO[str]) -> Iterator[str]:
 def _edited_lines(screen: Any, commands: list[str]) -> tuple[ReadLine, bool]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.keys import Keys
     from prompt_toolkit.output import create_output
 
     keys = KeyBindings()
@@ -125,10 +127,18 @@ def _edited_lines(screen: Any, commands: list[str]) -> tuple[ReadLine, bool]:
     def read() -> str:
         while True:
             try:
-                return session.prompt("> ", prompt_continuation="  ")
+                line = session.prompt("> ", prompt_continuation="  ")
             except KeyboardInterrupt:
                 # With something typed, Ctrl-C takes that back; at an empty prompt it leaves.
                 if not session.default_buffer.text:
                     raise
+                continue
+            # A Ctrl-C right after Enter is meant for this line, not for the next prompt, which it
+            # would end.
+            ahead = get_typeahead(session.input)
+            if any(press.key == Keys.ControlC for press in ahead):
+                continue
+            store_typeahead(session.input, ahead)
+            return line
 
     return read, True

@@ -124,8 +124,7 @@ def test_control_c_stops_the_answer_and_the_next_turn_is_right(chat: type[Chat])
 def test_control_c_while_the_prompt_is_read(chat: type[Chat]) -> None:
     talk = chat("chat", step_seconds=0.3)
     talk.say("hello " * 15)
-    # The echo of the line comes first; then the prompt is read, slice by slice.
-    talk.wait_for("hello \n")
+    talk.wait_for("reading the prompt")
     talk.process.sendintr()
     assert "You said" not in talk.wait_for("stopped")
     talk.wait_for(PROMPT)
@@ -151,6 +150,16 @@ def test_control_c_takes_back_a_typed_line_first(chat: type[Chat]) -> None:
     talk.wait_for(PROMPT)
     talk.process.sendintr()
     assert talk.end() == 130
+
+
+def test_control_c_right_after_enter_takes_the_line_back(chat: type[Chat]) -> None:
+    talk = chat("chat")
+    talk.wait_for(PROMPT)
+    talk.process.send("hello\r\x03")
+    talk.say("again")
+    talk.wait_for("You said: again\n")
+    talk.say("/exit")
+    assert talk.end() == 0
 
 
 def test_control_c_twice_while_answering_exits_130(chat: type[Chat]) -> None:
