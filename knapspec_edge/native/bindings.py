@@ -70,7 +70,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_get_graph_stats": (None, [_p, ctypes.POINTER(GraphStats)]),
     # int32_t knapspec_eval(struct llama_context * ctx, const llama_token * tokens,
     #     int32_t n_tokens, llama_pos pos, int32_t n_outputs,
-    #     const struct knapspec_sampling * sampling, llama_token * tokens_out, float * probs_out, float * margins_out);
+    #     const struct knapspec_sampling * sampling,
+    #     llama_token * tokens_out, float * probs_out, float * margins_out);
     "knapspec_eval": (
         _i32,
         [_p, _i32s, _i32, _i32, _i32, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],

@@ -7,27 +7,41 @@
 
 namespace {
 
-// Independent lanes, so that compilers vectorise the loops below without leave to reorder floating-point sums.
-constexpr int LANES = 16;
+// The loops below are written for compilers to vectorise without leave to reorder floating-point operations: independent
+// lanes, no control flow. libllama is compiled for the oldest supported CPU, so they are compiled for newer ones as well.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#    define KNAPSPEC_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#    define KNAPSPEC_CLONES
+#endif
 
-// exp(x) for x <= 0, relative error below 2e-7; 0 below -87. Branch-free, in the form of Cephes' expf.
-inline float exp_nonpositive(float x) {
-    const float clamped = x < -87.0f ? -87.0f : x;
-    const float magic   = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
-    const float n       = (clamped*1.44269504f + magic) - magic;
-    const float r       = (clamped - n*0.693359375f) + n*2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p*r + 1.3981999507e-3f;
-    p = p*r + 8.3334519073e-3f;
-    p = p*r + 4.1665795894e-2f;
-    p = p*r + 1.6666665459e-1f;
-    p = p*r + 5.0000001201e-1f;
-    p = p*r*r + r + 1.0f;
-    const int32_t bits = ((int32_t) n + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof(scale));
-    const float result = p*scale;
-    return x < -87.0f ? 0.0f : result;
+constexpr int LANES = 16;
+constexpr int BLOCK = 1024; // keeps single-precision partial sums short; a multiple of LANES
+
+// out[i] = exp((x[i] - top)/T) where x[i] >= floor, else 0; for x[i] <= top. Relative error below 2e-7, 0 below exp(-87).
+// In the form of Cephes' expf.
+KNAPSPEC_CLONES
+void exp_block(const float * x, float * out, int n, float top, float floor, float inverse_temperature) {
+    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    for (int i = 0; i < n; ++i) {
+        const float y = (x[i] - top)*inverse_temperature;
+        const float c = y > -87.0f ? y : -87.0f;
+        const float k = (c*1.44269504f + magic) - magic;
+        const float r = (c - k*0.693359375f) + k*2.12194440e-4f;
+        float p = 1.9875691500e-4f;
+        p = p*r + 1.3981999507e-3f;
+        p = p*r + 8.3334519073e-3f;
+        p = p*r + 4.1665795894e-2f;
+        p = p*r + 1.6666665459e-1f;
+        p = p*r + 5.0000001201e-1f;
+        p = p*r*r + r + 1.0f;
+        const int32_t bits = ((int32_t) k + 127) << 23;
+        float scale;
+        memcpy(&scale, &bits, sizeof(scale));
+        const float e = p*scale;
+        const float inside = x[i] >= floor ? e : 0.0f;
+        out[i] = y >= -87.0f ? inside : 0.0f;
+    }
 }
 
 // finaliser of SplitMix64 (Steele, Lea, Flood 2014)
@@ -50,6 +64,7 @@ struct best_two {
 };
 
 // NaN never wins a comparison and is passed over
+KNAPSPEC_CLONES
 best_two find_best(const float * logits, int32_t n_vocab) {
     const float lowest = -std::numeric_limits<float>::infinity();
     float first [LANES];
@@ -85,27 +100,21 @@ best_two find_best(const float * logits, int32_t n_vocab) {
     return best;
 }
 
-// sum over tokens with logit >= floor of exp((logit - top)/temperature)
-double sum_exp(const float * logits, int32_t n_vocab, float top, float floor, float inverse_temperature) {
-    double total = 0.0;
-    int32_t i = 0;
-    while (i < n_vocab) {
-        // blocks keep the single-precision partial sums short
-        const int32_t end = i + 64*LANES < n_vocab ? i + 64*LANES : n_vocab;
-        float sum[LANES] = { 0.0f };
-        for (; i + LANES <= end; i += LANES) {
-            for (int j = 0; j < LANES; ++j) {
-                const float x = logits[i + j];
-                const float e = exp_nonpositive((x - top)*inverse_temperature);
-                sum[j] += x >= floor ? e : 0.0f;
-            }
-        }
-        for (; i < end; ++i) {
-            total += logits[i] >= floor ? exp_nonpositive((logits[i] - top)*inverse_temperature) : 0.0f;
-        }
+KNAPSPEC_CLONES
+float sum_block(const float * x, int n) {
+    float sum[LANES] = { 0.0f };
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
         for (int j = 0; j < LANES; ++j) {
-            total += sum[j];
+            sum[j] += x[i + j];
         }
+    }
+    float total = 0.0f;
+    for (; i < n; ++i) {
+        total += x[i];
+    }
+    for (int j = 0; j < LANES; ++j) {
+        total += sum[j];
     }
     return total;
 }
@@ -129,8 +138,16 @@ extern "C" int32_t knapspec_pick(
         top++;
     }
 
+    const float lowest = -std::numeric_limits<float>::infinity();
+    float  weights[BLOCK];
+    double total = 0.0;
+
     if (!(sampling->temperature > 0.0f)) {
-        const double total = sum_exp(logits, n_vocab, best.first, -std::numeric_limits<float>::infinity(), 1.0f);
+        for (int32_t begin = 0; begin < n_vocab; begin += BLOCK) {
+            const int n = n_vocab - begin < BLOCK ? n_vocab - begin : BLOCK;
+            exp_block(logits + begin, weights, n, best.first, lowest, 1.0f);
+            total += sum_block(weights, n);
+        }
         *token_out  = top;
         *prob_out   = (float) (1.0 / total);
         *margin_out = best.first - best.second;
@@ -138,7 +155,7 @@ extern "C" int32_t knapspec_pick(
     }
 
     const float inverse_temperature = 1.0f / sampling->temperature;
-    const float floor = sampling->min_p > 0.0f ? best.first + logf(sampling->min_p) : -std::numeric_limits<float>::infinity();
+    const float floor = sampling->min_p > 0.0f ? best.first + logf(sampling->min_p) : lowest;
 
     // Gumbel-max as an exponential race: argmax of x/T + gumbel = argmin of -log(u) / exp(x/T). Since -log(u) >= 1 - u, a
     // token whose 1 - u is not below the time it has to beat needs no logarithm.
@@ -148,27 +165,32 @@ extern "C" int32_t knapspec_pick(
     int32_t winner = top;
     double  first  = -std::log1p(-one_minus_uniform(key, top)); // weight of the top token is 1
     double  second = std::numeric_limits<double>::infinity();
-    for (int32_t i = 0; i < n_vocab; ++i) {
-        if (i == top || !(logits[i] >= floor)) {
-            continue;
-        }
-        const double v = one_minus_uniform(key, i);
-        const float  x = (logits[i] - best.first)*inverse_temperature;
-        // the single-precision weight only rules out, with room for its error
-        if (v >= second*(double) exp_nonpositive(x)*1.000001 + 1e-37) {
-            continue;
-        }
-        const double time = -std::log1p(-v) / weight(i);
-        if (time < first) {
-            second = first;
-            first  = time;
-            winner = i;
-        } else if (time < second) {
-            second = time;
+    for (int32_t begin = 0; begin < n_vocab; begin += BLOCK) {
+        const int n = n_vocab - begin < BLOCK ? n_vocab - begin : BLOCK;
+        exp_block(logits + begin, weights, n, best.first, floor, inverse_temperature);
+        total += sum_block(weights, n);
+        for (int j = 0; j < n; ++j) {
+            const int32_t i = begin + j;
+            // the single-precision weight only rules out, with room for its error
+            const double limit = second*weights[j]*1.000001;
+            if (!(limit > 0.0) || i == top) {
+                continue;
+            }
+            const double v = one_minus_uniform(key, i);
+            if (v >= limit) {
+                continue;
+            }
+            const double time = -std::log1p(-v) / weight(i);
+            if (time < first) {
+                second = first;
+                first  = time;
+                winner = i;
+            } else if (time < second) {
+                second = time;
+            }
         }
     }
 
-    const double total = sum_exp(logits, n_vocab, best.first, floor, inverse_temperature);
     *token_out  = winner;
     *prob_out   = (float) (weight(winner) / total);
     *margin_out = std::isfinite(second) ? (float) std::log(second / first) : std::numeric_limits<float>::infinity();
