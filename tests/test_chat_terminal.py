@@ -123,7 +123,7 @@ def test_control_c_stops_the_answer_and_the_next_turn_is_right(chat: type[Chat])
 
 def test_control_c_while_the_prompt_is_read(chat: type[Chat]) -> None:
     talk = chat("chat", step_seconds=0.3)
-    talk.say("hello " * 15)
+    talk.say("qwerty " * 14)  # a token per letter, eight to a slice
     talk.wait_for("reading the prompt")
     talk.process.sendintr()
     assert "You said" not in talk.wait_for("stopped")
