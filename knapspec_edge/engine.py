@@ -201,13 +201,10 @@ class Answer:
             rest = self._stop.flush()
             self.text += rest
             return rest
-        self._generation.close(finish_reason="stop")
         surplus = len(self.token_ids) - self._stop.n_text_tokens
+        self._generation.close(finish_reason="stop", unread=surplus)
         if surplus:
             del self.token_ids[-surplus:]
-            # They were verified, then not used: what `cut_n` counts.
-            self.stats.completion_tokens -= surplus
-            self.stats.cut_n += surplus
         self.stats.finish_reason = "stop"
         return ""
 

@@ -497,7 +497,7 @@ def make_tiny_models(programs: Path, target: Path, progress: Progress) -> None:
     scratch = target.with_name(target.name + ".part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    execute([programs / name, "-o", scratch], progress)
+    execute([programs / name, "-s", "7", "-o", scratch], progress)  # fixed weights
     if not any(scratch.glob("*.gguf")):
         raise SetupError(f"the generator {programs / name} wrote no model; see {LOG}")
     shutil.rmtree(target, ignore_errors=True)

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import naive
@@ -192,6 +193,15 @@ class TestMeasurement:
             assert model.draft_ms(plan) == pytest.approx(real, rel=0.01)
         with pytest.raises(ValueError, match="not measured"):
             model.verify_ms(10)
+
+    def test_several_tokens_are_never_believed_to_cost_less_than_one(self) -> None:
+        backend = toy()
+        profile = measure(backend, CALIBRATION, CONFIG, clock=backend.clock)
+        disturbed = {b: replace(t, median_ms=t.median_ms / 20) for b, t in profile.verify.items()}
+        model = LatencyModel(replace(profile, verify=disturbed), backend.sublayers)
+        assert model.verify_ms(4) == model.step_ms
+        # so a draft that is never right cannot win, however odd the clock
+        assert tokens_per_ms(1.0, 1, 0.0, model.verify_ms(2)) <= 1.0 / model.step_ms
 
     def test_agreement_finds_the_harmful_items(self) -> None:
         backend = toy(harm={1: 0.9, 10: 0.4})

@@ -95,6 +95,9 @@ def test_stop_string_inside_an_accepted_block_cuts_everything_alike(draft_tokens
     assert text == shown
     assert answer.stats.completion_tokens == len(answer.token_ids)
     assert answer.stats.draft_n_accepted > 0
+    # the cache as well: nothing of the stop string is left in it
+    assert engine.session.ids[answer.stats.prompt_tokens :] == tuple(answer.token_ids)
+    assert fake_of(engine).n_past == len(engine.session.ids)
     check_identity(answer.stats)
     fake_of(engine).check_ledger()
 

@@ -26,9 +26,12 @@ class Generation:
     that has been done: every token read before stays valid and `stats` is complete.
     """
 
-    def __init__(self, events: Iterator[TokenEvent], stats: Stats) -> None:
+    def __init__(
+        self, events: Iterator[TokenEvent], stats: Stats, cut: Callable[[int], None]
+    ) -> None:
         self.stats = stats
         self._events = events
+        self._cut = cut
 
     def __iter__(self) -> Generation:
         return self
@@ -36,13 +39,22 @@ class Generation:
     def __next__(self) -> TokenEvent:
         return next(self._events)
 
-    def close(self, finish_reason: str | None = None) -> None:
-        """Stop here. `finish_reason` is recorded unless the generation had ended by itself."""
+    def close(self, finish_reason: str | None = None, *, unread: int = 0) -> None:
+        """Stop here. `finish_reason` is recorded unless the generation had ended by itself.
+
+        `unread`: how many of the last tokens that were read do not belong to the answer after all
+        (they made up a stop string); cache and statistics lose them too. Call once.
+        """
         close = getattr(self._events, "close", None)
         if close is not None:
             close()
         if self.stats.finish_reason is None:
             self.stats.finish_reason = finish_reason
+        if unread:
+            # verified, then not used: what `cut_n` counts
+            self.stats.completion_tokens -= unread
+            self.stats.cut_n += unread
+            self._cut(self.stats.prompt_tokens + self.stats.completion_tokens)
 
     def __enter__(self) -> Generation:
         return self
@@ -125,8 +137,20 @@ class Session:
             is_end=is_end or self._backend.is_end,
             guard=guard,
         )
-        self._current = Generation(events, stats)
+        self._current = Generation(events, stats, self._truncate)
         return self._current
+
+    def _truncate(self, n_tokens: int) -> None:
+        """Keep at most the first n_tokens ids."""
+        if n_tokens >= len(self._ids):
+            return
+        try:
+            rewind(self._backend, n_tokens)
+        except RollbackError:
+            # a state that cannot be cut is started afresh by the next generation
+            self._recover()
+        else:
+            del self._ids[n_tokens:]
 
     def _run(
         self,

@@ -43,7 +43,10 @@ class LatencyModel:
         return max(floor, self.step_ms - saved)
 
     def verify_ms(self, tokens: int) -> float:
-        """A pass of the full model over this many tokens, between measured sizes linear."""
+        """A pass of the full model over this many tokens, between measured sizes linear.
+
+        Never below a step: a measurement in which several tokens cost less than one was disturbed.
+        """
         if not 1 <= tokens <= self.max_verify_tokens:
             raise ValueError(f"a pass of {tokens} tokens was not measured")
-        return float(np.interp(tokens, self._sizes, self._times))
+        return max(self.step_ms, float(np.interp(tokens, self._sizes, self._times)))

@@ -281,7 +281,8 @@ def _best_length(
         verify_scale = timing.verify_ms / model.verify_ms(timing.draft_tokens + 1)
 
     def verify_ms(tokens: int) -> float:
-        return verify_scale * model.verify_ms(tokens)
+        # Several tokens never cost less than one; a measurement that says so was disturbed.
+        return max(step_ms, verify_scale * model.verify_ms(tokens))
 
     best: tuple[int, Replay] | None = None
     # Every length is replayed from the same places, or a lucky place would favour one of them.
