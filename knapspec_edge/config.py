@@ -20,7 +20,7 @@ class Config:
     draft_min_probability: float = 0.7  # the paper's stop threshold
 
     # first measurement
-    measure_budget_seconds: float = 10.0
+    measure_budget_seconds: float = 15.0
     measure_context_tokens: int = 256
     measure_window_tokens: int = 48  # tokens on which single-sublayer agreement is judged
     measure_repeats: int = 5

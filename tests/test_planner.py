@@ -198,10 +198,22 @@ class TestMeasurement:
         backend = toy()
         profile = measure(backend, CALIBRATION, CONFIG, clock=backend.clock)
         disturbed = {b: replace(t, median_ms=t.median_ms / 20) for b, t in profile.verify.items()}
+        disturbed[1] = profile.verify[1]
         model = LatencyModel(replace(profile, verify=disturbed), backend.sublayers)
         assert model.verify_ms(4) == model.step_ms
         # so a draft that is never right cannot win, however odd the clock
         assert tokens_per_ms(1.0, 1, 0.0, model.verify_ms(2)) <= 1.0 / model.step_ms
+
+    def test_drift_between_steps_and_passes_is_taken_out(self) -> None:
+        """The machine ran at another speed while passes were timed: only their shape counts."""
+        backend = toy()
+        profile = measure(backend, CALIBRATION, CONFIG, clock=backend.clock)
+        exact = LatencyModel(profile, backend.sublayers)
+        slower = {b: replace(t, median_ms=1.3 * t.median_ms) for b, t in profile.verify.items()}
+        model = LatencyModel(replace(profile, verify=slower), backend.sublayers)
+        assert model.verify_ms(1) == pytest.approx(model.step_ms)
+        for b in (2, 4, 9):
+            assert model.verify_ms(b) == pytest.approx(exact.verify_ms(b))
 
     def test_agreement_finds_the_harmful_items(self) -> None:
         backend = toy(harm={1: 0.9, 10: 0.4})

@@ -36,6 +36,8 @@ from .throughput import Replay, expected_tokens_geometric, loss, replay, tokens_
 
 # Grows when a stored measurement means something else than before.
 _MEASUREMENT = 1
+# Rounds timed per finalist, where the model is fast enough.
+_ROUND_REPEATS = 7
 # Shares of the progress bar: profile, judging, real rounds.
 _PROFILE_SHARE, _JUDGE_SHARE = 0.75, 0.9
 
@@ -334,11 +336,11 @@ def _measure_all(
             keep_prompt=True,
         )
         plans = candidate_plans(profile, backend.sublayers, config)
-        n_finalists, repeats = config.plan_finalists, profile.step.samples // 2
+        n_finalists = config.plan_finalists
         if profile.elapsed_ms > profile.budget_ms:
             # Out of time: neither the shallowest nor the deepest, and only one is timed.
             plans = plans[1:4] or plans
-            n_finalists = repeats = 1
+            n_finalists = 1
         done = 0
         passes = max(1, len(plans) * -(-len(profile.window) // config.plan_judge_block_tokens))
 
@@ -360,7 +362,7 @@ def _measure_all(
                 profile.window,
                 judgements[row].plan,
                 gamma,
-                max(1, repeats),
+                _round_repeats(profile, gamma),
                 clock=clock,
             )
             finalists[row] = Finalist(judgements[row], timing)
@@ -369,6 +371,14 @@ def _measure_all(
         rewind(backend, 0)
     report(1.0)
     return profile, finalists
+
+
+def _round_repeats(profile: Profile, gamma: int) -> int:
+    """How often rounds are timed: often enough for a median, within a tenth of the budget."""
+    # two rounds of about two steps and a draft each, and some plain steps
+    steps = 2 * (gamma + 2) + 4
+    affordable = int(0.1 * profile.budget_ms / max(0.001, steps * profile.step.median_ms))
+    return max(2, min(_ROUND_REPEATS, affordable))
 
 
 def _by_speed(
