@@ -13,7 +13,9 @@ class Config:
     ctx_tokens: int = 4096  # modest by default: 128k-token models must start on an 8 GB laptop
     max_verify_tokens: int = 16  # widest verification pass; rows of logits are reserved for it
     prefill_slice_tokens: int = 512  # an interrupt on a GPU is noticed between slices
-    kept_graphs: int = 12  # allocated graphs kept alive per context
+    # Allocated graphs kept alive per context: one for drafts, one per usual width of verification.
+    # Each takes 2 MB and two rows of logits per token; building one again costs about a millisecond.
+    kept_graphs: int = 6
 
     # drafting
     draft_max_tokens: int = 8  # γ tried by the planner: 1..this
