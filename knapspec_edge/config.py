@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What llama.cpp can be asked for. Beyond it, numbers wrap around or its worker threads crash.
+CTX_TOKENS_MAX = 2**31 - 1  # positions are signed 32-bit numbers
+THREADS_MAX = 512  # GGML_MAX_N_THREADS
+GPU_LAYERS_MAX = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Config:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GGUF_VERSION_MAX = 3
+LAYERS_MAX = 512  # LLAMA_MAX_LAYERS
 
 # ggml type id -> (name, weights per block, bytes per block), as in ggml.h of the pinned llama.cpp.
 # Not taken from the gguf package: that lags behind the pin and costs 60 ms to import.
@@ -310,6 +311,14 @@ def inspect(path: str | os.PathLike[str]) -> GgufInfo:
         raise ModelError(
             f"{show(given)} and its parts hold {n_tensors} tensors where {expected} are expected: "
             "the parts come from different sets; download them again"
+        )
+
+    n_layers = first.values.get(f"{architecture}.block_count")
+    if n_layers is not None and not (isinstance(n_layers, int) and 0 < n_layers <= LAYERS_MAX):
+        # llama.cpp ends the process over it
+        raise ModelError(
+            f"{show(given)} is damaged or too large: {n_layers} layers where llama.cpp takes "
+            f"1 to {LAYERS_MAX}; download it again"
         )
 
     names: set[str] = set()

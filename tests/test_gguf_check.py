@@ -451,6 +451,18 @@ def test_contradictions(model: Path, key: bytes, value: bytes, words: str | None
 
 
 @LITTLE_ONLY
+@pytest.mark.parametrize("n_layers", [0, 513, 4_000_000_000])
+def test_numbers_of_layers_that_would_end_the_process(tmp_path: Path, n_layers: int) -> None:
+    path = write_model(
+        tmp_path / "m.gguf",
+        architecture="mamba",
+        extra=lambda writer: writer.add_uint32("llama.block_count", n_layers),
+    )
+    path.write_bytes(path.read_bytes().replace(b"mamba.block_count", b"xxxxx.block_count"))
+    path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"mamba.block_count"))
+    assert f"{n_layers} layers where llama.cpp takes 1 to 512" in complaint(path)
+
+
 def test_tensors_that_overlap(model: Path) -> None:
     data = bytearray(model.read_bytes())
     at = data.index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight") + 4 + 16 + 4

@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import DEFAULTS
+from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX
 from ..errors import (
     ContextError,
     Interrupted,
@@ -31,8 +31,36 @@ from .threads import default_threads
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 # enum llama_flash_attn_type
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+# Bytes per 32 numbers of those types
+_KV_BLOCK_BYTES = {
+    "f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18,
+}  # fmt: skip
+# What llama.cpp notes down about each cell of a cache (position, sequences, shift).
+_CELL_BYTES = 48
 # Rows of logits that `evaluate` asks for in one pass.
 _EVALUATE_TOKENS = 64
+
+
+def kv_bytes_per_token(metadata: Mapping[str, str], architecture: str, kv_type: str) -> int:
+    """What a token of context takes at least; the keys and values only where every layer keeps
+    them, which sliding windows and compressed keys do not."""
+
+    def number(key: str) -> int:
+        text = metadata.get(f"{architecture}.{key}", "")
+        return int(text) if text.isdecimal() else 0
+
+    layers, heads = number("block_count"), number("attention.head_count")
+    plain = layers and heads and not number("attention.sliding_window")
+    if not plain or number("attention.kv_lora_rank") or number("attention.shared_kv_layers"):
+        return _CELL_BYTES
+    if f"{architecture}.attention.head_count_kv" in metadata:
+        kv_heads = number("attention.head_count_kv")  # 0 where it differs by layer
+    else:
+        kv_heads = heads
+    width = number("embedding_length") // heads
+    keys = number("attention.key_length") or width
+    values = number("attention.value_length") or width
+    return _CELL_BYTES + layers * kv_heads * (keys + values) * _KV_BLOCK_BYTES[kv_type] // 32
 
 
 class LlamaBackend:
@@ -55,10 +83,11 @@ class LlamaBackend:
             raise UsageError(f"--kv-type {kv_type} is unknown: choose one of {', '.join(KV_TYPES)}")
         if flash_attn not in FLASH_ATTN:
             raise UsageError(f"--flash-attn {flash_attn} is unknown: choose auto, on or off")
-        if ctx_tokens < 1:
-            raise UsageError(f"--ctx must be at least 1, not {ctx_tokens}")
-        if threads is not None and threads < 1:
-            raise UsageError(f"--threads must be at least 1, not {threads}")
+        if not 1 <= ctx_tokens <= CTX_TOKENS_MAX:
+            raise UsageError(f"--ctx must be in 1..{CTX_TOKENS_MAX}, not {ctx_tokens}")
+        for number in (threads, threads_batch):
+            if number is not None and not 1 <= number <= THREADS_MAX:
+                raise UsageError(f"--threads must be in 1..{THREADS_MAX}, not {number}")
 
         self._llama = library.load()
         self._lib = self._llama._lib
@@ -67,7 +96,7 @@ class LlamaBackend:
         self._n_ctx = ctx_tokens
         self._max_verify = max_verify_tokens
         self._n_past = 0
-        self._threads = threads or default_threads()
+        self._threads = threads or min(default_threads(), THREADS_MAX)
         self._slice = min(DEFAULTS.prefill_slice_tokens, max(ctx_tokens, _EVALUATE_TOKENS))
         n_rows = max(max_verify_tokens, _EVALUATE_TOKENS)
 
@@ -86,6 +115,17 @@ class LlamaBackend:
         # longer cut is noticed in `truncate`.
         parameters.swa_full = False
         self._max_rows = parameters.n_outputs_max
+        # llama.cpp fills the cache while it allocates it: a size that cannot be had takes a minute
+        # and everybody else's memory before it fails.
+        total_bytes = sum(d["total_bytes"] for d in library.devices())
+        token_bytes = kv_bytes_per_token(model.metadata, model.architecture, kv_type)
+        if not model.is_recurrent and 0 < total_bytes < ctx_tokens * token_bytes:
+            raise ContextError(
+                f"a context of {ctx_tokens} tokens takes at least "
+                f"{ctx_tokens * token_bytes / 1e9:.0f} GB for its cache and this machine has "
+                f"{total_bytes / 1e9:.0f} GB of memory; try a smaller --ctx, such as "
+                f"{min(model.n_ctx_train or DEFAULTS.ctx_tokens, total_bytes // token_bytes // 2)}"
+            )
         self._lib.knapspec_clear_error()
         self._pointer = self._llama.llama_init_from_model(model.pointer, parameters)
         if not self._pointer:

@@ -5,16 +5,46 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+from ..config import GPU_LAYERS_MAX
 from ..errors import Interrupted, ModelError, UsageError
 from . import bindings, library
 
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+
+
+@contextlib.contextmanager
+def hold_interrupts() -> Iterator[Callable[[], bool]]:
+    """While inside, Ctrl-C is only noted; yields what tells whether it was pressed.
+
+    Python raises KeyboardInterrupt wherever it happens to be. In a callback from native code that
+    may be before its first line, where no handler stands: it is then printed and lost. Does nothing
+    outside the main thread, or where the program handles Ctrl-C itself.
+    """
+    count = 0
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: count > 0
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Model:
@@ -28,8 +58,8 @@ class Model:
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         """Raises LibraryError, ModelError if it cannot be loaded, Interrupted if cancelled."""
-        if gpu_layers is not None and gpu_layers < 0:
-            raise UsageError(f"--gpu-layers must be 0 or more, not {gpu_layers}")
+        if gpu_layers is not None and not 0 <= gpu_layers <= GPU_LAYERS_MAX:
+            raise UsageError(f"--gpu-layers must be in 0..{GPU_LAYERS_MAX}, not {gpu_layers}")
         self.path = Path(path)
         self._llama = library.load()
         self._pointer: Any = None
@@ -43,6 +73,8 @@ class Model:
         def report(fraction: float, _: object) -> bool:
             # an exception must not cross the native frames
             nonlocal cancelled, failure
+            if pressed():
+                return False
             try:
                 cancelled = progress is not None and not progress(fraction)
             except BaseException as error:
@@ -50,10 +82,14 @@ class Model:
             return not cancelled and failure is None
 
         callback = self._llama.llama_progress_callback(report)
-        if progress is not None:
-            parameters.progress_callback = callback
+        parameters.progress_callback = callback
         self._llama._lib.knapspec_clear_error()
-        self._pointer = self._llama.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        with hold_interrupts() as pressed:
+            self._pointer = self._llama.llama_model_load_from_file(
+                os.fsencode(self.path), parameters
+            )
+        if pressed() and failure is None:
+            failure = KeyboardInterrupt()
         if failure is not None:
             self.close()
             raise failure
