@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
+from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, THREADS_MAX
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -33,9 +35,16 @@ class _Group(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
         kwargs.setdefault("prog_name", PROGRAM)
+        _occupy_standard_streams()
         try:
             result = super().main(*args, **kwargs)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk is noticed here, not while the interpreter ends
             sys.exit(result if isinstance(result, int) else 0)
+        except click.exceptions.NoArgsIsHelpError as error:
+            # Its message is the whole help, which does not belong into one line.
+            click.echo(error.format_message(), err=True)
+            sys.exit(EXIT_USAGE)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx is not None else PROGRAM
             _fail(f"{error.format_message().rstrip('.')}; see `{command} --help`", EXIT_USAGE)
@@ -49,11 +58,46 @@ class _Group(click.Group):
             if os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0"):
                 raise
             _fail(str(error), error.exit_code)
+        except OSError as error:
+            # A full disk or a broken device, wherever it shows, is no fault of ours.
+            if os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0"):
+                raise
+            where = f"{error.filename}: " if error.filename is not None else "cannot write: "
+            _discard_output(sys.stdout)
+            _fail(f"{where}{error.strerror or error}", 1)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
-    click.echo(f"{PROGRAM}: error: {' '.join(message.split())}", err=True)
+    try:
+        click.echo(f"{PROGRAM}: error: {' '.join(message.split())}", err=True)
+    except OSError:  # nobody can be told; the exit code still says it
+        _discard_output(sys.stderr)
     sys.exit(exit_code)
+
+
+def _occupy_standard_streams() -> None:
+    """Give closed standard streams somewhere to go: standard error to nowhere, standard output to
+    one line that says so.
+
+    Otherwise the next file that is opened takes their number, and what native code prints would end
+    up in it.
+    """
+    with suppress(OSError):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for good)
+    if sys.stdout is None:
+        _fail("standard output is closed; give it a file, or /dev/null", 1)
+
+
+def _discard_output(stream: TextIO | None) -> None:
+    """Send what could not be written nowhere, or it is tried again when the interpreter ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+        os.close(nowhere)
 
 
 def _option(*names: str, **settings: Any) -> Callable[[F], F]:
@@ -68,12 +112,12 @@ def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int |
         return None
     if not value.isdecimal():
         raise click.BadParameter(f"{value!r} is neither auto nor a number of layers")
-    return int(value)
+    return min(int(value), GPU_LAYERS_MAX)  # as many as there are
 
 
 _MODEL_OPTIONS = (
-    _option("--ctx", type=click.IntRange(1), help="Context size in tokens."),
-    _option("--threads", type=click.IntRange(1), help="CPU threads."),
+    _option("--ctx", type=click.IntRange(1, CTX_TOKENS_MAX), help="Context size in tokens."),
+    _option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads."),
     _option(
         "--gpu-layers",
         callback=_gpu_layers,
@@ -250,6 +294,7 @@ def run(
     settings = _settings(options)
     settings.sampling()
     model, instruction = _model_and_prompt(arguments)
+    _check_text("the prompt", instruction)
     # Everything that can be wrong with the request is found before a model is fetched or loaded.
     request = app.Request(
         app.join_prompt(instruction, _content(file)),
@@ -541,6 +586,9 @@ def models_rm(name: str, quiet: bool, verbose: bool) -> None:
 def _settings(options: dict[str, Any]) -> Settings:
     from .engine import Settings
 
+    _check_text("--system", options["system"])
+    for text in options["stop"]:
+        _check_text("--stop", text)
     return Settings(
         temperature=options["temp"],
         min_p=options["min_p"],
@@ -548,6 +596,14 @@ def _settings(options: dict[str, Any]) -> Settings:
         max_tokens=options["max_tokens"],
         stop=tuple(_unescaped(text) for text in options["stop"]),
     )
+
+
+def _check_text(name: str, text: str | None) -> None:
+    """Raises UsageError for bytes that the shell passed on but that are no text."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is not UTF-8 text") from None
 
 
 def _unescaped(text: str) -> str:

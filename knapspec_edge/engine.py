@@ -389,7 +389,8 @@ class Engine:
             decision = self._decide(progress)
             if spec == "on":
                 if decision.draft is None:
-                    raise PlanError(f"--spec on cannot be honoured: {decision.reason}")
+                    reason = decision.reason.removeprefix("off: ")
+                    raise PlanError(f"--spec on cannot be honoured: {reason}")
                 state, reason = "on", f"forced; the planner says {decision.reason}"
                 if decision.state == "on":
                     reason = decision.reason
@@ -414,12 +415,15 @@ class Engine:
 
     def _decide(self, progress: Progress | None) -> Decision:
         if self._decision is None:
-            from .latency.store import Store
-            from .search import planner
 
             def measured(share: float) -> None:
                 if progress is not None:
                     progress("measure", share)
+
+            # Said first: after an installation the search is compiled, which takes some seconds.
+            measured(0.0)
+            from .latency.store import Store
+            from .search import planner
 
             tokens = calibration_tokens(self.vocabulary, self._template)
             key = {"model": self.fingerprint(), "library": self._library}
@@ -551,7 +555,11 @@ class Engine:
 def _check_spec(spec: str | os.PathLike[str]) -> None:
     if isinstance(spec, str) and spec in ("auto", "on", "off"):
         return
-    if not Path(spec).is_file():
+    try:
+        is_file = Path(spec).is_file()
+    except (OSError, ValueError):  # too long, a zero byte, a folder that may not be read
+        is_file = False
+    if not is_file:
         raise UsageError(
             f"--spec {os.fspath(spec)}: give auto, on, off, or the path of a plan file"
         )

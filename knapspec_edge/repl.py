@@ -79,7 +79,7 @@ def line_reader(terminal: Terminal, commands: list[str]) -> tuple[ReadLine, bool
     return _plain_lines(sys.stdin), False
 
 
-def _plain_lines(stream: IO[str]) -> ReadLine:
+def _plain_lines(stream: IO[str] | None) -> ReadLine:
     lines = iter(_decoded(getattr(stream, "buffer", None), stream))
 
     def read() -> str:
@@ -91,12 +91,20 @@ def _plain_lines(stream: IO[str]) -> ReadLine:
     return read
 
 
-def _decoded(raw: IO[bytes] | None, stream: IO[str]) -> Iterator[str]:
-    """Lines as UTF-8 whatever the locale says, one at a time."""
+def _decoded(raw: IO[bytes] | None, stream: IO[str] | None) -> Iterator[str]:
+    """Lines as UTF-8 whatever the locale says, one at a time; none where the stream is closed."""
+    if stream is None:
+        return
     if raw is None:
         yield from (line.rstrip("\r\n") for line in stream)
         return
-    for data in iter(raw.readline, b""):
+    while True:
+        try:
+            data = raw.readline()
+        except OSError as error:  # a folder, a broken device
+            raise UsageError(f"cannot read standard input: {error.strerror or error}") from None
+        if not data:
+            return
         try:
             yield data.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
         except UnicodeDecodeError:

@@ -6,6 +6,7 @@ do not. Does not know what is being shown.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from typing import Any, TextIO
@@ -105,6 +106,15 @@ class Terminal:
         self.clear_progress()
         if self._mid_line and self.err_is_terminal and self.out_is_terminal:
             self.text("\n")
+        try:
+            self._show_line(text, style)
+        except OSError:
+            # A notice that cannot be written costs no answer. Standard error stays unusable, so
+            # what it holds back goes nowhere.
+            self.err = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for good)
+            sys.stderr = self.err
+
+    def _show_line(self, text: str, style: str) -> None:
         if not self.err_is_terminal:
             self.err.write(text + "\n")
         else:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +22,8 @@ import knapspec_edge.engine
 from knapspec_edge import models
 from knapspec_edge.cli import cli
 from knapspec_edge.engine import Engine
-from knapspec_edge.errors import ModelError
+from knapspec_edge.errors import ModelError, UsageError
+from knapspec_edge.repl import _plain_lines
 
 HERE = Path(__file__).parent
 
@@ -482,8 +487,6 @@ def test_licence_needs_a_flag_where_nobody_can_be_asked() -> None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     root = str(HERE.parent)
     path = os.pathsep.join(filter(None, (root, str(HERE), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}
@@ -536,3 +539,132 @@ def test_redirected_output_holds_the_text_only(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert result.stderr == b""
     assert file.read_bytes() == "You said: hello 👋\n".encode()
+
+
+# -- streams that cannot be used, text that is none, sizes out of range
+
+
+def _in_shell(command: str, *, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Run a shell line; $CLI is the command line with the scripted model."""
+    environment = _environment()
+    environment["CLI"] = (
+        f"{shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'scripted_cli.py'))}"
+    )
+    environment["KNAPSPEC_EDGE_SPEC"] = "off"
+    return subprocess.run(
+        ["sh", "-c", f'eval "set -- $CLI"; {command}'],
+        env=environment,
+        input=stdin,
+        capture_output=True,
+        check=False,
+    )
+
+
+full_disk = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+
+
+@full_disk
+@pytest.mark.parametrize(
+    "command", ["run hello", "run hello --json", "chat m.gguf", "models list", "doctor", "--help"]
+)
+def test_output_on_a_full_disk_is_one_line_and_a_failure(command: str) -> None:
+    result = _in_shell(f'"$@" {command} >/dev/full', stdin=b"hello\n")
+    assert result.returncode == 1
+    assert result.stderr == b"knapspec-edge: error: cannot write: No space left on device\n"
+
+
+@posix
+@pytest.mark.parametrize("command", ["run hello", "run hello --json", "models list"])
+def test_closed_output_is_one_line_and_a_failure(command: str) -> None:
+    result = _in_shell(f'"$@" {command} >&-', stdin=b"")
+    assert result.returncode == 1
+    assert result.stderr.count(b"\n") == 1
+    assert b"standard output is closed" in result.stderr
+
+
+@full_disk
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
+def test_notices_that_cannot_be_written_cost_no_answer(where: str) -> None:
+    result = _in_shell(f'"$@" run hello --verbose {where}', stdin=b"")
+    assert (result.returncode, result.stdout) == (0, b"You said: hello\n")
+    result = _in_shell(f'"$@" run a b c {where}', stdin=b"")
+    assert (result.returncode, result.stdout) == (2, b"")
+
+
+@posix
+def test_chat_without_input_ends() -> None:
+    result = _in_shell('"$@" chat m.gguf <&-')
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+def test_chat_says_when_its_input_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    stream = io.TextIOWrapper(io.BufferedReader(Broken()))
+    with pytest.raises(UsageError, match="cannot read standard input: Input/output error"):
+        _plain_lines(stream)()
+
+
+@posix
+def test_files_opened_later_do_not_take_the_place_of_closed_streams() -> None:
+    code = (
+        "import os, sys\n"
+        "from knapspec_edge.cli import _occupy_standard_streams\n"
+        "_occupy_standard_streams()\n"
+        "sys.exit(0 if os.open(os.devnull, os.O_RDONLY) > 2 else 1)"
+    )
+    result = _in_shell(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- 2>&-")
+    assert result.returncode == 0
+
+
+@posix
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--system=\udcff", "--system"), ("--stop=\udcff", "--stop"), ("a\udcff", "the prompt")],
+)
+def test_arguments_that_are_no_text_are_refused(opened: Opened, option: str, name: str) -> None:
+    result = invoke("run", "m.gguf", "x", option) if "=" in option else invoke("run", option)
+    assert result.exit_code == 2
+    assert one_line(result) == f"knapspec-edge: error: {name} is not UTF-8 text\n"
+    assert not opened.calls
+
+
+@pytest.mark.parametrize(
+    "option", ["--ctx=2147483648", "--ctx=4294967360", "--threads=513", "--threads=4294967297"]
+)
+def test_sizes_that_would_wrap_around_or_crash_are_refused(opened: Opened, option: str) -> None:
+    result = invoke("run", "m.gguf", "hello", option)
+    assert result.exit_code == 2
+    assert "is not in the range" in one_line(result)
+    assert not opened.calls
+
+
+def test_any_number_of_gpu_layers_above_those_there_are_means_all(opened: Opened) -> None:
+    assert invoke("run", "m.gguf", "hello", "--gpu-layers", "9" * 20).exit_code == 0
+    assert opened.options["gpu_layers"] == 2**31 - 1
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "", "/dev/null", "a\0b"])
+def test_a_plan_file_that_cannot_be_one_is_a_usage_error(name: str) -> None:
+    with pytest.raises(UsageError, match="give auto, on, off, or the path of a plan file"):
+        scripted_engine().set_speculation(name)
+
+
+@pytest.mark.parametrize("arguments", [[], ["models"]])
+def test_a_group_without_command_shows_its_commands(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error" not in result.stderr
+    assert "\nCommands:\n" in result.stderr
+
+
+def test_measuring_is_announced_before_anything_slow() -> None:
+    stages: list[tuple[str, float | None]] = []
+    scripted_engine().set_speculation("auto", progress=lambda *step: stages.append(step))
+    assert stages[0] == ("measure", 0.0)
