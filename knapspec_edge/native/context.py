@@ -39,6 +39,8 @@ _KV_BLOCK_BYTES = {
 _CELL_BYTES = 48
 # Rows of logits that `evaluate` asks for in one pass.
 _EVALUATE_TOKENS = 64
+# Backends inside `interruptible`, innermost last. Main thread only, like signal handlers.
+_guarded: list[LlamaBackend] = []
 
 
 def kv_bytes_per_token(metadata: Mapping[str, str], architecture: str, kv_type: str) -> int:
@@ -64,7 +66,11 @@ def kv_bytes_per_token(metadata: Mapping[str, str], architecture: str, kv_type: 
 
 
 class LlamaBackend:
-    """Implements `knapspec_edge.backend.Backend`. Not thread-safe, except for `interrupt`."""
+    """Implements `knapspec_edge.backend.Backend`. For one thread at a time.
+
+    `interrupt` and `close` may be called from any thread; a call that comes while another thread
+    computes raises UsageError.
+    """
 
     def __init__(
         self,
@@ -92,6 +98,10 @@ class LlamaBackend:
         self._llama = library.load()
         self._lib = self._llama._lib
         self._pointer: Any = None
+        # Held while native code works on the context. Reentrant, because a signal handler runs in
+        # the middle of whatever its thread was doing.
+        self._computing = threading.RLock()
+        self._freeing = threading.RLock()  # held while the pointer is given up, or used for a flag
         self.model = model
         self._n_ctx = ctx_tokens
         self._max_verify = max_verify_tokens
@@ -134,9 +144,11 @@ class LlamaBackend:
                 f"llama.cpp cannot create a context of {ctx_tokens} tokens with a {kv_type} cache "
                 f"({reason}); try a smaller --ctx, such as {max(256, ctx_tokens // 2)}"
             )
+        model.attach()
         self._memory = self._llama.llama_get_memory(self._pointer)
         self._lib.knapspec_keep_graphs(self._pointer, kept_graphs)
         self._plan: Plan | None = None
+        self._window = model.n_swa
         self._read_sublayers()
 
         self._tokens_in = (ctypes.c_int32 * max(self._slice, n_rows))()
@@ -146,6 +158,7 @@ class LlamaBackend:
         self._sampling = bindings.Sampling()
         self._sampling_from: Sampling | None = None
         self._last_rows = 0
+        self._presses = 0  # of Ctrl-C that no computation has noticed yet
         self.settings: dict[str, Any] = {
             "ctx_tokens": ctx_tokens,
             "threads": self._threads,
@@ -183,11 +196,15 @@ class LlamaBackend:
     # lifetime
 
     def close(self) -> None:
-        """Free the context."""
-        if self._pointer:
-            self._lib.knapspec_sigint_guard(self._pointer, False)
-            self._llama.llama_free(self._pointer)
-            self._pointer = None
+        """Free the context. A computation in another thread is interrupted and waited for."""
+        self.interrupt()
+        with self._computing:
+            with self._freeing:
+                pointer, self._pointer = self._pointer, None
+            if pointer:
+                self._lib.knapspec_sigint_guard(pointer, False)
+                self._llama.llama_free(pointer)
+                self.model.detach()
 
     def __enter__(self) -> LlamaBackend:
         return self
@@ -275,6 +292,8 @@ class LlamaBackend:
 
     def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
         n = len(tokens)
+        if not n:
+            raise ValueError("there is nothing to verify")
         if n > self._max_verify:
             raise ValueError(f"{n} tokens exceed the widest verification, {self._max_verify}")
         self._check_room(n)
@@ -284,28 +303,41 @@ class LlamaBackend:
     def truncate(self, n_tokens: int) -> None:
         if not 0 <= n_tokens <= self._n_past:
             raise ValueError(f"cannot cut {self._n_past} tokens back to {n_tokens}")
+        with self._alone():
+            if not self._cut(n_tokens):
+                raise RollbackError(
+                    f"the KV cache could not be cut back to {n_tokens} tokens (architecture "
+                    f"{self.model.architecture}); it was emptied"
+                )
+            window = self._window
+            if n_tokens and window:
+                first = self._llama.llama_memory_seq_pos_min(self._memory, 0)
+                # -1: none of the sequence is left in that cache
+                if first < 0 or first > max(0, n_tokens - window):
+                    self._empty()
+                    raise RollbackError(
+                        f"the sliding-window cache no longer holds the {window} tokens before "
+                        f"position {n_tokens}; it was emptied"
+                    )
+
+    def _cut(self, n_tokens: int) -> bool:
+        """Remove everything from n_tokens on, also what a failed pass left; else empty the cache.
+
+        A recurrent state cannot be cut, and going on from one that is ahead of the text would be
+        wrong: whether it worked is looked up, not believed.
+        """
         removed = self._llama.llama_memory_seq_rm(self._memory, 0, n_tokens, -1)
         last = self._llama.llama_memory_seq_pos_max(self._memory, 0)
         if not removed or last >= n_tokens:
-            # nothing is known about the cache any more: empty it, so that it can be used again
-            self._llama.llama_memory_clear(self._memory, True)
-            self._n_past = 0
-            raise RollbackError(
-                f"the KV cache could not be cut back to {n_tokens} tokens (architecture "
-                f"{self.model.architecture}); it was emptied"
-            )
+            self._empty()
+            return False
         self._n_past = n_tokens
-        window = self.model.n_swa
-        if n_tokens and window:
-            first = self._llama.llama_memory_seq_pos_min(self._memory, 0)
-            # -1: none of the sequence is left in that cache
-            if first < 0 or first > max(0, n_tokens - window):
-                self._llama.llama_memory_clear(self._memory, True)
-                self._n_past = 0
-                raise RollbackError(
-                    f"the sliding-window cache no longer holds the {window} tokens before "
-                    f"position {n_tokens}; it was emptied"
-                )
+        return True
+
+    def _empty(self) -> None:
+        # nothing is known about the cache any more: empty, it can be used again
+        self._llama.llama_memory_clear(self._memory, True)
+        self._n_past = 0
 
     # judging
 
@@ -328,47 +360,84 @@ class LlamaBackend:
         index = row + self._last_rows if row < 0 else row
         if not 0 <= index < self._last_rows:
             raise IndexError(f"row {row} is outside the {self._last_rows} rows of the latest pass")
-        base = self._llama.llama_get_logits(self.pointer)
-        rows = np.ctypeslib.as_array(base, shape=(self._last_rows, self.n_vocab))
-        return np.array(rows[index], dtype=np.float32)
+        with self._alone():
+            base = self._llama.llama_get_logits(self.pointer)
+            rows = np.ctypeslib.as_array(base, shape=(self._last_rows, self.n_vocab))
+            return np.array(rows[index], dtype=np.float32)
 
     # interruption
 
     def interrupt(self) -> None:
         """Make the running or the next native call raise Interrupted. Safe from any thread."""
-        if self._pointer:
-            self._lib.knapspec_interrupt(self._pointer)
+        with self._freeing:
+            if self._pointer:
+                self._lib.knapspec_interrupt(self._pointer)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """In here, Ctrl-C stops the native computation and raises Interrupted in the main thread.
 
         A second Ctrl-C before the first was noticed raises KeyboardInterrupt. Elsewhere than in
-        the main thread this does nothing, since signals are not delivered there.
+        the main thread this does nothing, since signals are not delivered there. Nested uses serve
+        the innermost backend.
         """
-        if threading.current_thread() is not threading.main_thread():
+        outer = _guarded[-1] if _guarded else None
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or outer is self
+            # set by another language: Python could not put it back
+            or signal.getsignal(signal.SIGINT) is None
+        ):
             yield
             return
-        presses = 0
+        self._presses = 0
 
         def on_press(_signal: int, _frame: FrameType | None) -> None:
-            nonlocal presses
-            presses += 1
-            if presses > 1:
+            self._presses += 1
+            if self._presses > 1:
                 raise KeyboardInterrupt
 
+        if outer is not None:
+            outer._guard_signal(False)
         previous = signal.signal(signal.SIGINT, on_press)
+        _guarded.append(self)
         # the native handler is put on top: it sets the flag at once, while Python cannot run
-        self._lib.knapspec_sigint_guard(self.pointer, True)
+        self._guard_signal(True)
         try:
             yield
         finally:
+            self._guard_signal(False)
             if self._pointer:
-                self._lib.knapspec_sigint_guard(self._pointer, False)
                 self._lib.knapspec_interrupt_clear(self._pointer)
+            _guarded.remove(self)
             signal.signal(signal.SIGINT, previous)
+            if outer is not None:
+                outer._guard_signal(True)
+
+    def _guard_signal(self, enable: bool) -> None:
+        if self._pointer:
+            self._lib.knapspec_sigint_guard(self._pointer, enable)
 
     # inside
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Native code works on the open context in here, in no other thread at the same time."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._computing.release()
+
+    def _enter(self) -> None:
+        if not self._computing.acquire(blocking=False):
+            raise UsageError(
+                "another thread is computing with this model's context: let one finish before the "
+                "next begins, or open the model once per thread"
+            )
+        if not self._pointer:
+            self._computing.release()
+            raise ValueError("the context is closed")
 
     def _check_room(self, n: int) -> None:
         if self._n_past + n > self._n_ctx:
@@ -390,7 +459,16 @@ class LlamaBackend:
     def _evaluate(
         self, tokens: Sequence[int], n_outputs: int, sampling: Sampling, plan: Plan | None
     ) -> None:
-        """Append tokens; on failure the cache is cut back to what it was."""
+        """Append tokens; on failure the cache is cut back to what it was, or emptied."""
+        self._enter()
+        try:
+            self._evaluate_alone(tokens, n_outputs, sampling, plan)
+        finally:
+            self._computing.release()
+
+    def _evaluate_alone(
+        self, tokens: Sequence[int], n_outputs: int, sampling: Sampling, plan: Plan | None
+    ) -> None:
         n = len(tokens)
         if plan is not self._plan:
             self._set_plan(plan)
@@ -416,13 +494,15 @@ class LlamaBackend:
             self._last_rows = n_outputs
             return
         self._last_rows = 0
-        self._llama.llama_memory_seq_rm(self._memory, 0, self._n_past, -1)
+        before = self._n_past
+        self._cut(before)
         if code == bindings.ABORTED:
             self._lib.knapspec_interrupt_clear(self.pointer)
+            self._presses = 0
             raise Interrupted("interrupted")
         if code == bindings.NO_SLOT:
             raise ContextError(
-                f"the KV cache has no room for {n} more tokens after {self._n_past}: raise --ctx"
+                f"the KV cache has no room for {n} more tokens after {before}: raise --ctx"
             )
         reason = bindings.last_error(self._lib) or f"code {code}"
-        raise NativeError(f"llama.cpp failed at position {self._n_past}: {reason}")
+        raise NativeError(f"llama.cpp failed at position {before}: {reason}")

@@ -48,7 +48,7 @@ def hold_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Model:
-    """A loaded model. Close it (or use it as a context manager) after its contexts."""
+    """A loaded model. Its weights stay in memory until it and all its contexts are closed."""
 
     def __init__(
         self,
@@ -63,6 +63,10 @@ class Model:
         self.path = Path(path)
         self._llama = library.load()
         self._pointer: Any = None
+        self._closed = False
+        self._n_contexts = 0
+        # finalizers of contexts run in any thread, also in the middle of a method here
+        self._counting = threading.RLock()
         parameters = self._llama.llama_model_default_params()
         self.gpu_layers = -1 if gpu_layers is None else gpu_layers  # -1: as many as fit
         parameters.n_gpu_layers = self.gpu_layers
@@ -99,16 +103,35 @@ class Model:
         if not self._pointer:
             reason = bindings.last_error(self._llama._lib) or "no reason given"
             raise ModelError(f"llama.cpp cannot load {self.path}: {reason}")
-        self._vocab = self._llama.llama_model_get_vocab(self._pointer)
         self._piece = ctypes.create_string_buffer(256)
 
     # lifetime
 
     def close(self) -> None:
-        """Free the weights. Contexts of the model must be closed before."""
-        if self._pointer:
-            self._llama.llama_model_free(self._pointer)
-            self._pointer = None
+        """Free the weights, or leave that to the last context that is still open."""
+        self._closed = True
+        self._free_if_unused()
+
+    def attach(self) -> None:
+        """A context of this model was opened."""
+        with self._counting:
+            self._n_contexts += 1
+
+    def detach(self) -> None:
+        """A context of this model was freed."""
+        with self._counting:
+            self._n_contexts -= 1
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        # The garbage collector finalizes a model and its contexts in any order, and freeing a
+        # context reads its model.
+        with self._counting:
+            if not self._closed or self._n_contexts:
+                return
+            pointer, self._pointer = self._pointer, None
+        if pointer:
+            self._llama.llama_model_free(pointer)
 
     def __enter__(self) -> Model:
         return self
@@ -128,9 +151,13 @@ class Model:
     @property
     def pointer(self) -> Any:
         """`llama_model *`. Raises ValueError after close()."""
-        if not self._pointer:
+        if self._closed:
             raise ValueError("the model is closed")
         return self._pointer
+
+    @property
+    def _vocab(self) -> Any:
+        return self._llama.llama_model_get_vocab(self.pointer)
 
     # what it is
 
