@@ -11,6 +11,9 @@ Import knapspec_edge before llama_cpp, so that llama-cpp-python loads the patche
         ...  # every call on `llama` leaves these sublayers out
 
 The plan holds for every pass, prompts included; drafting and verifying are the caller's business.
+A skipped attention writes no keys, so what was computed under a plan must not be continued without
+it: after the `with`, a Llama object starts its next prompt afresh. Whoever drafts sets
+`llama.n_tokens` back to what the full model had computed.
 """
 
 from __future__ import annotations
@@ -57,9 +60,17 @@ def sublayers(llama: Any) -> tuple[SubLayer, ...]:
     return read_sublayers(library.load()._lib, _context_of(llama))
 
 
+# Plans in force by the address of their context, innermost last.
+_in_force: dict[int, list[Plan]] = {}
+
+
 @contextmanager
 def plan(llama: Any, skipped: Iterable[int] | Plan) -> Iterator[None]:
-    """In here, `llama` computes without these sublayers. Raises LibraryError, PlanError."""
+    """In here, `llama` computes without these sublayers. Raises LibraryError, PlanError.
+
+    The innermost plan holds; after it the one around it holds again. Closing `llama` in here is
+    allowed.
+    """
     lib, context = library.load()._lib, _context_of(llama)
     count = len(read_sublayers(lib, context))
     try:
@@ -67,10 +78,31 @@ def plan(llama: Any, skipped: Iterable[int] | Plan) -> Iterator[None]:
     except ValueError as error:
         raise PlanError(str(error)) from error
     set_plan(lib, context, chosen, count)
+    stack = _in_force.setdefault(_address(context), [])
+    stack.append(chosen)
+    passes = _passes(lib, context)
     try:
         yield
     finally:
-        lib.knapspec_set_plan(context, None, 0)
+        # by identity: generators may leave in another order than they entered
+        del stack[next(i for i in reversed(range(len(stack))) if stack[i] is chosen)]
+        if not stack:
+            _in_force.pop(_address(context), None)
+        if getattr(llama, "ctx", llama) == context:  # not closed meanwhile
+            set_plan(lib, context, stack[-1] if stack else None, count)
+            if not chosen.is_full and _passes(lib, context) > passes and hasattr(llama, "reset"):
+                llama.reset()
+
+
+def _address(context: Any) -> int:
+    return ctypes.cast(context, ctypes.c_void_p).value or 0
+
+
+def _passes(lib: ctypes.CDLL, context: Any) -> int:
+    """Graphs computed by this context so far."""
+    stats = bindings.GraphStats()
+    lib.knapspec_get_graph_stats(context, ctypes.byref(stats))
+    return int(stats.n_builds + stats.n_reuses)
 
 
 def set_plan(lib: ctypes.CDLL, context: Any, chosen: Plan | None, count: int) -> None:

@@ -54,6 +54,99 @@ def test_a_plan_on_a_llama_object(tiny_models: Path, patched: Worker) -> None:
     assert np.array_equal(np.float32(rows[2]), full)
 
 
+def test_what_a_plan_computed_is_not_continued_without_it(
+    tiny_models: Path, patched_library: Path
+) -> None:
+    """A Llama object keeps the keys of a common prefix; a skipped attention left holes in them."""
+    program = """
+        import json, sys
+        import numpy as np
+        from knapspec_edge.native import plans
+        from llama_cpp import Llama
+
+        tokens = json.loads(sys.argv[2])
+
+        def after_prompt(llama):
+            next(llama.generate(tokens, temp=0.0))
+            return llama.scores[len(tokens) - 1].copy()
+
+        def new():
+            return Llama(sys.argv[1], n_ctx=256, n_threads=1, logits_all=True, verbose=False)
+
+        expected = after_prompt(new())
+        llama = new()
+        with plans.plan(llama, [0, 2]):
+            skipped = after_prompt(llama)
+        assert not np.array_equal(skipped, expected)
+        assert np.array_equal(after_prompt(llama), expected)
+        # a caller who drafts says which tokens the full model had computed
+        kept = len(tokens)
+        with plans.plan(llama, [0, 2]):
+            llama.eval([5, 6])
+        llama.n_tokens = kept
+        llama.eval([7])
+        fresh = new()
+        fresh.eval(tokens)
+        fresh.eval([7])
+        assert np.array_equal(llama.scores[kept], fresh.scores[kept])
+        print("equal")
+    """
+    done = run(program, str(tiny_models / "llama-dense.gguf"), json.dumps(TOKENS))
+    assert done.stdout == "equal\n", done.stderr
+
+
+def test_plans_end_in_any_way(tiny_models: Path, patched_library: Path) -> None:
+    program = """
+        import json, sys
+        import numpy as np
+        from knapspec_edge.errors import PlanError
+        from knapspec_edge.native import plans
+        from llama_cpp import Llama
+
+        tokens = json.loads(sys.argv[2])
+        llama = Llama(sys.argv[1], n_ctx=256, n_threads=1, logits_all=True, verbose=False)
+
+        def row():
+            llama.reset()
+            llama.eval(tokens)
+            return llama.scores[len(tokens) - 1].copy()
+
+        full = row()
+        with plans.plan(llama, [0]):
+            outer = row()
+        with plans.plan(llama, [0]):
+            with plans.plan(llama, [1]):
+                inner = row()
+            assert np.array_equal(row(), outer)  # the outer plan holds again
+            try:
+                with plans.plan(llama, []):
+                    assert np.array_equal(row(), full)
+                    raise KeyError
+            except KeyError:
+                pass
+            assert np.array_equal(row(), outer)
+        assert np.array_equal(row(), full)
+        assert not np.array_equal(inner, outer)
+        first, second = plans.plan(llama, [0]), plans.plan(llama, [1])
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert np.array_equal(row(), inner)
+        second.__exit__(None, None, None)
+        assert np.array_equal(row(), full)
+        assert not plans._in_force
+        with plans.plan(llama, [0]):
+            llama.close()
+        assert not plans._in_force
+        try:
+            plans.sublayers(llama)
+        except PlanError as error:
+            print(error)
+    """
+    done = run(program, str(tiny_models / "llama-dense.gguf"), json.dumps(TOKENS))
+    assert done.stdout == "this Llama object is closed\n", done.stderr
+
+
 def test_bad_plans_are_refused(tiny_models: Path, patched_library: Path) -> None:
     program = """
         import sys
