@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import DEFAULTS, Config
 from .decode.guard import SpeedGuard
-from .decode.session import Generation, Session
+from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
 from .records import Draft, Sampling, Stats, TokenEvent
 from .text.calibration import calibration_tokens
@@ -123,6 +123,7 @@ class Answer:
         return self
 
     def __next__(self) -> TextEvent:
+        check_idle(self._events)
         return next(self._events)
 
     def __enter__(self) -> Answer:
@@ -172,6 +173,7 @@ class Answer:
 
     def close(self) -> None:
         """End the answer here; held-back text still belongs to `text`."""
+        check_idle(self._events)
         self._events.close()
         self._finish()
 
@@ -340,7 +342,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the model. The engine cannot be used afterwards; an unfinished answer ends here."""
+        """Free the model. The engine cannot be used afterwards; an unfinished answer ends here.
+
+        Raises UsageError while another thread computes an answer: `backend.interrupt()` ends it.
+        """
         if self._latest is not None:
             self._latest.close()
             self._latest = None
@@ -472,7 +477,13 @@ class Engine:
         if isinstance(prompt, str):
             tokens = tokenize_prompt(self.vocabulary, prompt, parse_special=parse_special)
         else:
-            tokens = list(prompt)
+            tokens = [int(token) for token in prompt]
+            outside = next((t for t in tokens if not 0 <= t < self.backend.n_vocab), None)
+            if outside is not None:
+                raise UsageError(
+                    f"the prompt holds token {outside}; this model's tokens are "
+                    f"0..{self.backend.n_vocab - 1}"
+                )
         return self._answer(tokens, settings or Settings(), starts_text=False, progress=progress)
 
     def chat(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Callable
 
 import naive
 import pytest
@@ -401,6 +403,51 @@ class TestSession:
         read(session, PROMPT, max_tokens=3)
         session.reset()
         assert session.ids == backend.tokens == ()
+
+    def test_an_older_answer_that_ends_late_leaves_the_newer_one_alone(self) -> None:
+        backend = FakeBackend(ToyModel(end_tokens=frozenset()))
+        session = Session(backend)
+        older = session.generate(PROMPT, max_tokens=9)
+        for _ in range(6):
+            next(older)
+        newer = session.generate([*PROMPT, 7, 7], draft=draft_of(1), max_tokens=9)
+        tokens = [next(newer).token]
+        older.close("stop", unread=3)
+        assert older.stats.completion_tokens == 3
+        tokens += [event.token for event in newer]
+        assert tokens == naive.plain(backend.model, [*PROMPT, 7, 7], 9, GREEDY)[0]
+        older.close("stop", unread=2)
+        assert session.ids == backend.tokens == tuple([*PROMPT, 7, 7, *tokens][:-1])
+
+    def test_a_call_while_another_computes_is_refused(self) -> None:
+        """From another thread, or from a function that the computation itself calls."""
+        backend = FakeBackend(ToyModel(end_tokens=frozenset()))
+        session = Session(backend)
+        refused: list[str] = []
+
+        def attempt(call: Callable[[], object]) -> None:
+            with pytest.raises(UsageError, match="being computed right now") as caught:
+                call()
+            refused.append(str(caught.value))
+
+        def during(done: int, total: int) -> None:
+            calls = (
+                lambda: next(running),
+                running.close,
+                session.reset,
+                lambda: session.generate(PROMPT),
+            )
+            for call in calls:
+                attempt(call)
+                thread = threading.Thread(target=attempt, args=(call,))
+                thread.start()
+                thread.join()
+
+        running = session.generate(PROMPT, max_tokens=5, progress=during)
+        tokens = [event.token for event in running]
+        assert len(refused) == 8
+        assert tokens == naive.plain(backend.model, PROMPT, 5, GREEDY)[0]
+        assert session.ids == backend.tokens == tuple([*PROMPT, *tokens][:-1])
 
     def test_what_cannot_be_done_is_refused_at_once(self) -> None:
         session = Session(FakeBackend(n_ctx=16))

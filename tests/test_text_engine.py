@@ -219,6 +219,31 @@ def test_settings_out_of_range_are_one_line(settings: Settings) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_token_ids_outside_the_vocabulary_are_one_line() -> None:
+    engine = scripted_engine()
+    n_vocab = engine.backend.n_vocab
+    # the last one would be token 1 in 32 bits
+    for token in (-1, n_vocab, 2**32 + 1):
+        with pytest.raises(UsageError, match=rf"token {token}; .* 0\.\.{n_vocab - 1}"):
+            engine.generate([1, token])
+
+
+def test_a_call_while_an_answer_is_computed_is_refused() -> None:
+    engine = scripted_engine(lambda _: ALPHABET)
+    refused = 0
+
+    def during(stage: str, share: float | None) -> None:
+        nonlocal refused
+        for call in (answer.close, engine.close, lambda: engine.chat(ASK), lambda: next(answer)):
+            with pytest.raises(UsageError, match="being computed right now"):
+                call()
+            refused += 1
+
+    answer = engine.chat(ASK, progress=during)
+    assert "".join(read(answer)) == ALPHABET
+    assert refused >= 4
+
+
 def test_random_seed_is_reported_and_reproduces() -> None:
     seeds = {Settings(temperature=1.0, seed=s).sampling().seed for s in (None, -1, None, -1)}
     assert len(seeds) == 4

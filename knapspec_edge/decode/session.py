@@ -6,6 +6,7 @@ Token ids only. Whatever ends a generation (limit, end token, close, interrupt, 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -16,6 +17,15 @@ from ..records import Draft, Sampling, Stats, TokenEvent
 from .guard import SpeedGuard
 from .loop import Clock, Loop, Progress
 from .rollback import rewind
+
+
+def check_idle(events: Iterator[object]) -> None:
+    """Raise UsageError while this generator is computing: in another thread, or further up."""
+    if getattr(events, "gi_running", False):
+        raise UsageError(
+            "an answer is being computed right now, in another thread or around this call: "
+            "interrupt it, or wait for its next token"
+        )
 
 
 class Generation:
@@ -37,6 +47,7 @@ class Generation:
         return self
 
     def __next__(self) -> TokenEvent:
+        check_idle(self._events)
         return next(self._events)
 
     def close(self, finish_reason: str | None = None, *, unread: int = 0) -> None:
@@ -45,6 +56,7 @@ class Generation:
         `unread`: how many of the last tokens that were read do not belong to the answer after all
         (they made up a stop string); cache and statistics lose them too. Call once.
         """
+        check_idle(self._events)
         close = getattr(self._events, "close", None)
         if close is not None:
             close()
@@ -69,7 +81,10 @@ class Generation:
 
 
 class Session:
-    """One backend, one sequence, one generation at a time."""
+    """One backend, one sequence, one generation at a time.
+
+    Threads may take turns; a call that comes while another thread computes raises UsageError.
+    """
 
     def __init__(self, backend: Backend, *, clock: Clock = time.perf_counter) -> None:
         rewind(backend, 0)
@@ -77,6 +92,7 @@ class Session:
         self._clock = clock
         self._ids: list[int] = []
         self._current: Generation | None = None
+        self._changing = threading.RLock()  # held while one generation takes the place of another
         self._lost = False  # the cache could not be brought into a known state
 
     @property
@@ -121,7 +137,6 @@ class Session:
         """
         prompt = list(prompt_ids)
         self._check(prompt, draft, max_tokens)
-        self._end_current()
         room = self._backend.n_ctx - len(prompt)
         limit = room if max_tokens is None else min(max_tokens, room)
         stats = Stats(prompt_tokens=len(prompt))
@@ -137,8 +152,18 @@ class Session:
             is_end=is_end or self._backend.is_end,
             guard=guard,
         )
-        self._current = Generation(events, stats, self._truncate)
-        return self._current
+        generation = Generation(
+            events, stats, lambda n_tokens: self._cut_answer(generation, n_tokens)
+        )
+        with self._changing:
+            self._end_current()
+            self._current = generation
+        return generation
+
+    def _cut_answer(self, generation: Generation, n_tokens: int) -> None:
+        # a reader that ends an older answer late has no say in what the cache holds by now
+        if generation is self._current:
+            self._truncate(n_tokens)
 
     def _truncate(self, n_tokens: int) -> None:
         """Keep at most the first n_tokens ids."""
