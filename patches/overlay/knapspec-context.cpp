@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstring>
 #include <mutex>
+#include <thread>
 
 namespace {
 
@@ -23,24 +24,31 @@ using sigint_action = struct sigaction;
 #endif
 sigint_action sigint_previous;
 
+// Handlers that may still use what they have read above. A signal may arrive in any thread of the process, also while
+// another one frees the context.
+std::atomic<int> sigint_running{ 0 };
+
 void on_sigint(int signum
 #if !defined(_WIN32)
         , siginfo_t * info, void * ucontext
 #endif
         ) {
+    sigint_running++;
     if (knapspec_context * target = sigint_target.load()) {
         target->interrupt(true);
     }
+    const sigint_action previous = sigint_previous; // which may not return
+    sigint_running--;
 #if defined(_WIN32)
     signal(SIGINT, on_sigint); // Windows resets the handler when it runs
-    if (sigint_previous != SIG_DFL && sigint_previous != SIG_IGN) {
-        sigint_previous(signum);
+    if (previous != SIG_DFL && previous != SIG_IGN) {
+        previous(signum);
     }
 #else
-    if (sigint_previous.sa_flags & SA_SIGINFO) {
-        sigint_previous.sa_sigaction(signum, info, ucontext);
-    } else if (sigint_previous.sa_handler != SIG_DFL && sigint_previous.sa_handler != SIG_IGN) {
-        sigint_previous.sa_handler(signum);
+    if (previous.sa_flags & SA_SIGINFO) {
+        previous.sa_sigaction(signum, info, ucontext);
+    } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
+        previous.sa_handler(signum);
     }
 #endif
 }
@@ -52,6 +60,9 @@ void sigint_release() {
 #else
         sigaction(SIGINT, &sigint_previous, nullptr);
 #endif
+        while (sigint_running.load() > 0) {
+            std::this_thread::yield();
+        }
     }
 }
 

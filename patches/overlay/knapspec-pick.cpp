@@ -154,8 +154,9 @@ extern "C" int32_t knapspec_pick(
         return KNAPSPEC_OK;
     }
 
-    const float inverse_temperature = 1.0f / sampling->temperature;
-    const float floor = sampling->min_p > 0.0f ? best.first + logf(sampling->min_p) : lowest;
+    // finite also for the smallest temperatures, and never a floor above the best: their weight of 1 must come out
+    const float inverse_temperature = 1.0f / std::fmax(sampling->temperature, std::numeric_limits<float>::min());
+    const float floor = sampling->min_p > 0.0f ? best.first + logf(std::fmin(sampling->min_p, 1.0f)) : lowest;
 
     // Gumbel-max as an exponential race: argmax of x/T + gumbel = argmin of -log(u) / exp(x/T). Since -log(u) >= 1 - u, a
     // token whose 1 - u is not below the time it has to beat needs no logarithm.

@@ -171,3 +171,21 @@ def test_the_library_says_so_when_it_is_missing(
     monkeypatch.setenv(library.OVERRIDE, str(tmp_path))
     with pytest.raises(LibraryError, match="pip install"):
         load.__wrapped__()
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1.2e-38, 1e-30, 1e-6])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    """Also where 1/T is not finite in single precision."""
+    logits = np.array([0.5, 3.0, -np.inf, 2.9, -40.0], dtype=np.float32)
+    for position in range(20):
+        code, token, probability, margin = pick(logits, temperature, position=position)
+        assert (code, token, probability) == (0, 1, 1.0)
+        assert margin > 0
+
+
+@pytest.mark.parametrize("min_p", [1.0, 1.5, math.inf])
+def test_min_p_never_drops_the_most_probable_token(min_p: float) -> None:
+    logits = np.array([0.5, 3.0, 2.9], dtype=np.float32)
+    for position in range(20):
+        code, token, probability, _ = pick(logits, 1.0, min_p, position=position)
+        assert (code, token, probability) == (0, 1, 1.0)
