@@ -115,6 +115,16 @@ def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int |
     return min(int(value), GPU_LAYERS_MAX)  # as many as there are
 
 
+class _Number(click.FloatRange):
+    """A range without "nan", which compares as inside every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
+
+
 _MODEL_OPTIONS = (
     _option("--ctx", type=click.IntRange(1, CTX_TOKENS_MAX), help="Context size in tokens."),
     _option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads."),
@@ -153,14 +163,14 @@ _ANSWER_OPTIONS = (
     ),
     _option(
         "--temp",
-        type=click.FloatRange(0.0),
+        type=_Number(0.0),
         default=0.0,
         show_default=True,
         help="Temperature; 0 always takes the most probable token.",
     ),
     _option(
         "--min-p",
-        type=click.FloatRange(0.0, 1.0),
+        type=_Number(0.0, 1.0),
         default=0.0,
         show_default=True,
         help="Leave out tokens less probable than this share of the best.",
@@ -400,7 +410,7 @@ def doctor(model: str | None, as_json: bool) -> int:
 )
 @click.option(
     "--cooldown",
-    type=click.FloatRange(0.0),
+    type=_Number(0.0, 86400.0),
     default=0.0,
     show_default=True,
     metavar="SECONDS",

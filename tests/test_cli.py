@@ -668,3 +668,20 @@ def test_measuring_is_announced_before_anything_slow() -> None:
     stages: list[tuple[str, float | None]] = []
     scripted_engine().set_speculation("auto", progress=lambda *step: stages.append(step))
     assert stages[0] == ("measure", 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "hello", "--temp", "nan"],
+        ["run", "hello", "--min-p", "nan"],
+        ["bench", "--cooldown", "nan"],
+        ["bench", "--cooldown", "inf"],
+        ["bench", "--cooldown", "1e300"],
+    ],
+)
+def test_numbers_that_are_none_are_usage_errors(opened: Opened, arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[-2]}'" in one_line(result)
+    assert not opened.calls

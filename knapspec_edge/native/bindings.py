@@ -117,6 +117,16 @@ def declare(library: ctypes.CDLL, folder: Path) -> None:
 
 def last_error(library: ctypes.CDLL) -> str:
     """The latest error line of llama.cpp or ggml, without its newline; "" if there was none."""
-    buffer = ctypes.create_string_buffer(1024)
+    return next(reversed(_error_lines(library)), "")
+
+
+def first_error(library: ctypes.CDLL) -> str:
+    """The first error line since knapspec_clear_error: of a failure in steps, the cause."""
+    return next(iter(_error_lines(library)), "")
+
+
+def _error_lines(library: ctypes.CDLL) -> list[str]:
+    buffer = ctypes.create_string_buffer(8192)
     library.knapspec_last_error(buffer, len(buffer))
-    return buffer.value.decode(errors="replace").strip()
+    lines = buffer.value.decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]

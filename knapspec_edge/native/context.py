@@ -89,6 +89,11 @@ class LlamaBackend:
             raise UsageError(f"--kv-type {kv_type} is unknown: choose one of {', '.join(KV_TYPES)}")
         if flash_attn not in FLASH_ATTN:
             raise UsageError(f"--flash-attn {flash_attn} is unknown: choose auto, on or off")
+        if flash_attn == "off" and kv_type not in ("f32", "f16", "bf16"):
+            raise UsageError(
+                f"--kv-type {kv_type} needs flash attention: leave --flash-attn off away, or use "
+                "--kv-type f16"
+            )
         if not 1 <= ctx_tokens <= CTX_TOKENS_MAX:
             raise UsageError(f"--ctx must be in 1..{CTX_TOKENS_MAX}, not {ctx_tokens}")
         for number in (threads, threads_batch):
@@ -139,7 +144,7 @@ class LlamaBackend:
         self._lib.knapspec_clear_error()
         self._pointer = self._llama.llama_init_from_model(model.pointer, parameters)
         if not self._pointer:
-            reason = bindings.last_error(self._lib) or "no reason given"
+            reason = bindings.first_error(self._lib) or "no reason given"
             raise ContextError(
                 f"llama.cpp cannot create a context of {ctx_tokens} tokens with a {kv_type} cache "
                 f"({reason}); try a smaller --ctx, such as {max(256, ctx_tokens // 2)}"

@@ -101,7 +101,7 @@ class Model:
             self.close()
             raise Interrupted(f"loading {self.path.name} was cancelled")
         if not self._pointer:
-            reason = bindings.last_error(self._llama._lib) or "no reason given"
+            reason = bindings.first_error(self._llama._lib) or "no reason given"
             raise ModelError(f"llama.cpp cannot load {self.path}: {reason}")
         self._piece = ctypes.create_string_buffer(256)
 

@@ -318,11 +318,13 @@ namespace {
 
 struct {
     std::mutex  mutex;
-    std::string line;
+    std::string lines; // of errors since the last clear
     int         level     = GGML_LOG_LEVEL_NONE;
     bool        last_kept = false; // whether a continuation belongs to the kept error line
     bool        last_shown = false;
 } log_state;
+
+constexpr size_t MAX_ERROR_BYTES = 4096;
 
 void on_log(ggml_log_level level, const char * text, void *) {
     std::lock_guard<std::mutex> lock(log_state.mutex);
@@ -331,7 +333,12 @@ void on_log(ggml_log_level level, const char * text, void *) {
     const bool show = continues ? log_state.last_shown :
                       log_state.level != GGML_LOG_LEVEL_NONE && level >= log_state.level;
     if (keep) {
-        log_state.line = continues ? log_state.line + text : text;
+        // The first line names the cause, the later ones what failed with it.
+        log_state.lines += text;
+        if (log_state.lines.size() > MAX_ERROR_BYTES) {
+            const size_t cut = log_state.lines.find('\n', log_state.lines.size() - MAX_ERROR_BYTES);
+            log_state.lines.erase(0, cut == std::string::npos ? cut : cut + 1);
+        }
     }
     if (show) {
         fputs(text, stderr);
@@ -435,16 +442,16 @@ void knapspec_log_install(int32_t level) {
 int32_t knapspec_last_error(char * buf, int32_t size) {
     std::lock_guard<std::mutex> lock(log_state.mutex);
     if (buf && size > 0) {
-        const size_t n = std::min<size_t>(log_state.line.size(), size - 1);
-        memcpy(buf, log_state.line.data(), n);
+        const size_t n = std::min<size_t>(log_state.lines.size(), size - 1);
+        memcpy(buf, log_state.lines.data(), n);
         buf[n] = '\0';
     }
-    return (int32_t) log_state.line.size();
+    return (int32_t) log_state.lines.size();
 }
 
 void knapspec_clear_error(void) {
     std::lock_guard<std::mutex> lock(log_state.mutex);
-    log_state.line.clear();
+    log_state.lines.clear();
 }
 
 } // extern "C"

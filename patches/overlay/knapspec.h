@@ -102,7 +102,7 @@ LLAMA_API void knapspec_interrupt_clear(struct llama_context * ctx);
 LLAMA_API int32_t knapspec_sigint_guard(struct llama_context * ctx, bool enable);
 
 // Log lines of llama.cpp and ggml: those of at least `level` go to standard error (GGML_LOG_LEVEL_NONE: none do), the
-// latest error line is kept.
+// error lines since the last clear are kept, up to 4 KiB of the latest.
 LLAMA_API void    knapspec_log_install(int32_t level);
 LLAMA_API int32_t knapspec_last_error (char * buf, int32_t size); // returns its length, 0 if there was none
 LLAMA_API void    knapspec_clear_error(void);

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
-from knapspec_edge.errors import ContextError, UsageError
+from knapspec_edge.errors import ContextError, ModelError, UsageError
 from knapspec_edge.native.context import LlamaBackend, kv_bytes_per_token
 from knapspec_edge.native.model import Model, hold_interrupts
 
@@ -119,3 +120,23 @@ def test_ctrl_c_while_a_model_loads_is_not_lost(
     with pytest.raises(KeyboardInterrupt):
         load(Model.__new__(Model), tiny, progress=report if watched else None)
     assert not unraisable
+
+
+def test_quantised_values_need_flash_attention(tiny: Path) -> None:
+    with Model(tiny) as model:
+        with pytest.raises(UsageError, match="--kv-type q8_0 needs flash attention"):
+            LlamaBackend(model, ctx_tokens=64, kv_type="q8_0", flash_attn="off")
+        LlamaBackend(model, ctx_tokens=64, kv_type="bf16", flash_attn="off").close()
+
+
+def test_a_failed_load_names_its_cause(tiny: Path, tmp_path: Path) -> None:
+    data = tiny.read_bytes()
+    for old, new, cause in (
+        (b"llama", b"lxama", "unknown model architecture: 'lxama'"),
+        (b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", "tensor 'blk.1.attn_q.weight' not found"),
+    ):
+        path = tmp_path / "model.gguf"
+        path.write_bytes(data.replace(old, new))
+        for _ in range(2):
+            with pytest.raises(ModelError, match=re.escape(cause)):
+                Model(path)
