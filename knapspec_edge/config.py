@@ -19,7 +19,7 @@ class Config:
     max_verify_tokens: int = 16  # widest verification pass; rows of logits are reserved for it
     prefill_slice_tokens: int = 512  # an interrupt on a GPU is noticed between slices
     # Allocated graphs kept alive per context: one for drafts, one per usual width of verification.
-    # Each takes 2 MB and two rows of logits per token; building one again costs about a millisecond.
+    # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
     kept_graphs: int = 6
 
     # drafting

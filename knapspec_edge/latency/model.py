@@ -22,8 +22,8 @@ class LatencyModel:
         self._times = np.array(
             [profile.verify[b].median_ms for b in sorted(profile.verify)], dtype=np.float64
         )
-        # A pass over one token is a step. Steps and passes were measured in different phases, so
-        # what differs between the two is the machine's drift, and the curve is anchored at the step.
+        # A pass over one token is a step. Steps and passes were measured in different phases:
+        # what differs between the two is the machine's drift, so the curve is anchored at the step.
         alone_ms = profile.verify[1].median_ms if 1 in profile.verify else 0.0
         if alone_ms > 0.0 and profile.step.median_ms > 0.0:
             self._times *= profile.step.median_ms / alone_ms
