@@ -45,6 +45,7 @@ class Config:
     plan_shortlist: int = 6  # candidates whose joint agreement is measured
     plan_judge_block_tokens: int = 8  # about the length of a draft, see measure_block_tokens
     plan_finalists: int = 2  # candidates timed in real rounds
+    plan_fresh_tokens: int = 64  # tokens after the window on which finalists are judged afresh
     plan_margin: float = 0.05  # predicted gain that auto asks for; covers noise of a short window
 
     # online guard (auto only)

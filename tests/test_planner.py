@@ -22,6 +22,7 @@ from knapspec_edge.decode.guard import SpeedGuard
 from knapspec_edge.decode.session import Session
 from knapspec_edge.errors import ContextError, Interrupted, NativeError, PlanError, UsageError
 from knapspec_edge.latency.measure import (
+    GREEDY,
     Profile,
     Timing,
     choose_effort,
@@ -444,6 +445,25 @@ class TestDecision:
         assert decision.alternatives[0].timed
         assert sum(a.timed for a in decision.alternatives) == CONFIG.plan_finalists
         assert len({a.draft.plan for a in decision.alternatives}) == len(decision.alternatives)
+
+    def test_finalists_are_judged_on_tokens_they_were_not_chosen_by(self) -> None:
+        backend = toy()
+        decision = decide_for(backend)
+        profile = decision.profile
+        assert profile is not None
+        # the target's own continuation behind the window, obtained the obvious way
+        context = [*profile.prompt, *profile.window]
+        fresh = [backend.prefill(context, GREEDY).token]
+        while len(fresh) < CONFIG.plan_fresh_tokens:
+            fresh.append(backend.decode(fresh[-1], GREEDY).token)
+        backend.truncate(len(context))
+        timed = [a for a in decision.alternatives if a.timed]
+        assert len(timed) == CONFIG.plan_finalists
+        for alternative in timed:
+            expected = judge(
+                backend, fresh, [alternative.draft.plan], CONFIG.plan_judge_block_tokens
+            )
+            assert alternative.agreement == expected[0].agreement
 
     def test_a_draft_that_is_slow_in_real_rounds_is_not_declared_on(self) -> None:
         """Costs by differences say it pays; rounds, which switch graphs, say it does not."""

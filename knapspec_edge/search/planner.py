@@ -19,6 +19,7 @@ from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
 from ..errors import Interrupted, KnapspecError
 from ..latency.measure import (
+    GREEDY,
     Clock,
     Profile,
     Progress,
@@ -367,10 +368,37 @@ def _measure_all(
             )
             finalists[row] = Finalist(judgements[row], timing)
             report(_JUDGE_SHARE + (n + 1) / len(timed) * (1.0 - _JUDGE_SHARE))
+        rows = [row for row, _ in timed]
+        again = _judge_afresh(backend, profile, [judgements[row].plan for row in rows], config)
+        for row, judgement in zip(rows, again, strict=False):
+            finalists[row] = Finalist(judgement, finalists[row].timing)
     finally:
         rewind(backend, 0)
     report(1.0)
     return profile, finalists
+
+
+def _judge_afresh(
+    backend: Backend, profile: Profile, plans: Sequence[Plan], config: Config
+) -> list[Judgement]:
+    """Agreement of the finalists on the target's tokens after the window.
+
+    They were chosen for how well they do on the window, so what they do there flatters them. Empty
+    where time or context leave no room for this. The cache is left at the end of the prompt.
+    """
+    start, window = backend.n_past, list(profile.window)
+    affordable = int(0.1 * profile.budget_ms / max(0.001, profile.step.median_ms))
+    n = min(config.plan_fresh_tokens, affordable, backend.n_ctx - start - len(window) - 1)
+    if not plans or n < 2 * config.plan_judge_block_tokens:
+        return []
+    fresh = [backend.prefill(window, GREEDY).token]
+    after = backend.n_past
+    while len(fresh) < n:
+        fresh.append(backend.decode(fresh[-1], GREEDY).token)
+    rewind(backend, after)
+    judged = judge(backend, fresh, plans, config.plan_judge_block_tokens)
+    rewind(backend, start)
+    return judged
 
 
 def _round_repeats(profile: Profile, gamma: int) -> int:
