@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 from ..backend import Backend
 from ..errors import Interrupted
@@ -64,8 +63,11 @@ class Loop:
             if progress is not None:
                 progress(done, total)
 
-        with self._timed("prompt_ms"):
+        started = self.clock()
+        try:
             pick = self.backend.prefill(tokens, self.sampling, done_so_far)
+        finally:
+            self.stats.prompt_ms += 1000.0 * (self.clock() - started)
         self._kept = start + len(tokens)
         return pick
 
@@ -78,21 +80,27 @@ class Loop:
         draft = self.plan_of_draft
         assert draft is not None
         drafted: list[int] = []
-        with self._timed("draft_ms"):
+        started = self.clock()
+        try:
             while len(drafted) < n_tokens:
                 pick = self.backend.decode(last, self.sampling, draft.plan)
                 last = pick.token
                 drafted.append(last)
                 if pick.probability < draft.min_probability or self.is_end(last):
                     break
+        finally:
+            self.stats.draft_ms += 1000.0 * (self.clock() - started)
         return drafted
 
     def verify(self, last: int, drafted: Sequence[int]) -> list[Pick]:
         """The target's picks after `last` and after each drafted token, in one pass."""
-        with self._timed("verify_ms"):
+        started = self.clock()
+        try:
             if not drafted:
                 return [self.backend.decode(last, self.sampling, None)]
             return self.backend.verify([last, *drafted], self.sampling)
+        finally:
+            self.stats.verify_ms += 1000.0 * (self.clock() - started)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -112,8 +120,11 @@ class Loop:
             yield self._emit(pick, self._kept, drafted=False)
             while not self._finished(limit):
                 position = self._kept  # of the last emitted token, which is not in the cache yet
-                with self._timed("predicted_ms"):
+                started = self.clock()
+                try:
                     picks = self._round(self.emitted[-1], limit - len(self.emitted))
+                finally:
+                    stats.predicted_ms += 1000.0 * (self.clock() - started)
                 for i, pick in enumerate(picks):
                     yield self._emit(pick, position + 1 + i, drafted=i < self._accepted)
         except (Interrupted, KeyboardInterrupt):
@@ -135,8 +146,10 @@ class Loop:
         stats, backend = self.stats, self.backend
         started = self.clock()
         n_draft = self._draft_length(left)
-        drafted = self.draft(last, n_draft) if n_draft else []
-        rewind(backend, self._kept)
+        drafted: list[int] = []
+        if n_draft:
+            drafted = self.draft(last, n_draft)
+            rewind(backend, self._kept)
         picks = self.verify(last, drafted)
 
         accepted = 0
@@ -155,8 +168,9 @@ class Loop:
         stats.cut_n = len(picks)
         if drafted:
             self._count_draft(len(drafted), accepted)
-        # Everything verified is the target's work and stays valid until here: cut once.
-        rewind(backend, self._kept + len(shown))
+        # Everything verified is the target's work and stays valid until here: cut once, if at all.
+        if drafted:
+            rewind(backend, self._kept + len(shown))
         if self.guard is not None and self.plan_of_draft is not None:
             elapsed_ms = 1000.0 * (self.clock() - started)
             self.guard.observe(elapsed_ms, len(picks), speculated=bool(drafted))
@@ -197,12 +211,3 @@ class Loop:
         return TokenEvent(
             pick.token, position, pick.probability, drafted, self.stats.rounds, pick.margin
         )
-
-    @contextmanager
-    def _timed(self, counter: str) -> Iterator[None]:
-        start = self.clock()
-        try:
-            yield
-        finally:
-            elapsed_ms = 1000.0 * (self.clock() - start)
-            setattr(self.stats, counter, getattr(self.stats, counter) + elapsed_ms)

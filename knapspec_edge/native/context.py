@@ -161,6 +161,7 @@ class LlamaBackend:
         self._probs_out = (ctypes.c_float * n_rows)()
         self._margins_out = (ctypes.c_float * n_rows)()
         self._sampling = bindings.Sampling()
+        self._sampling_ref = ctypes.byref(self._sampling)
         self._sampling_from: Sampling | None = None
         self._last_rows = 0
         self._presses = 0  # of Ctrl-C that no computation has noticed yet
@@ -482,14 +483,17 @@ class LlamaBackend:
             self._sampling.min_p = sampling.min_p
             self._sampling.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
             self._sampling_from = sampling
-        self._tokens_in[:n] = list(tokens)
+        if n == 1:
+            self._tokens_in[0] = tokens[0]
+        else:
+            self._tokens_in[:n] = list(tokens)
         code = self._lib.knapspec_eval(
-            self.pointer,
+            self._pointer,
             self._tokens_in,
             n,
             self._n_past,
             n_outputs,
-            ctypes.byref(self._sampling),
+            self._sampling_ref,
             self._tokens_out,
             self._probs_out,
             self._margins_out,
