@@ -134,8 +134,9 @@ knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uin
 void knapspec_context::before_graph(const llama_ubatch & ubatch) {
     // A scheduler trusts that a graph of as many nodes as the one before has the same topology, and places its tensors
     // as before. Two plans that skip equally much break that trust, so a pruned graph always has a scheduler of its own.
-    // Parallel pipelines and samplers inside the full graph stay with the context's own.
-    const bool keep = !plan.empty() || (n_keep > 0 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
+    // Single steps of the full model stay with the context's own, so that plain decoding is upstream's in every respect,
+    // as do prompts, parallel pipelines and samplers inside the graph.
+    const bool keep = !plan.empty() || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
                                         !ctx.cparams.pipeline_parallel && ctx.sampling.samplers.empty());
     if (keep) {
         graph_slot & slot = slot_for(ubatch.n_tokens, ctx.n_outputs);

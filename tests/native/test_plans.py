@@ -200,8 +200,9 @@ def test_kept_graphs_are_bounded(tiny: Path, patched_library: Path) -> None:
             context.verify(TOKENS[:n], GREEDY)
             context.truncate(0)
         stats = context.graph_stats()
+        # a single token of the full model needs none: it stays with the context's own scheduler
         assert stats["n_kept"] == 3
-        assert stats["n_evicted"] == 5
+        assert stats["n_evicted"] == 4
 
 
 def test_the_backend_equals_the_unpatched_library(
