@@ -170,7 +170,7 @@ def test_the_comparison_build_is_made_once_and_again_for_other_options(setup, mo
     (models / "llama.gguf").unlink()
     models.rmdir()
     setup.build_pristine("")
-    assert "tiny_models -o" in ran(setup)
+    assert "tiny_models -s 7 -o" in ran(setup)
 
 
 def test_a_generator_that_writes_nothing_is_a_failure(setup, tmp_path):
