@@ -42,6 +42,7 @@ from knapspec_edge.errors import (
     NativeError,
     UsageError,
 )
+from knapspec_edge.folders import cache_root
 from knapspec_edge.models import Progress, fetch, manifest, storage
 
 REPOSITORY = Path(__file__).parents[1]
@@ -694,13 +695,13 @@ def test_cache_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.setenv("KNAPSPEC_EDGE_CACHE", "~/elsewhere")
-    assert models.cache_root() == tmp_path / "elsewhere"
+    assert cache_root() == tmp_path / "elsewhere"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KNAPSPEC_EDGE_CACHE", "relative")
-    assert models.cache_root() == tmp_path / "relative"
+    assert cache_root() == tmp_path / "relative"
     monkeypatch.delenv("KNAPSPEC_EDGE_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    root = models.cache_root()
+    root = cache_root()
     assert root.name.lower() == "knapspec-edge" or "knapspec-edge" in root.parts
     assert root.is_absolute()
 

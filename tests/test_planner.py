@@ -112,7 +112,7 @@ class TestThroughput:
             return
         assert result is not None
         assert 1.0 <= result.drafted_per_round <= gamma
-        assert 1.0 <= result.tokens_per_round <= result.drafted_per_round + 1.0
+        assert 1.0 <= result.tokens_per_round <= result.drafted_per_round + 1.0 + 1e-9
         assert result.tokens_per_round <= expected_tokens(result.acceptance) + 1e-9 or threshold > 0
         spent = result.drafted_per_round * 2.0 + 3.0  # draft at 1 ms each, verification 2 + (d + 1)
         assert result.ms_per_token == pytest.approx(spent / result.tokens_per_round)

@@ -138,7 +138,8 @@ def _library(problems: list[str]) -> dict[str, Any]:
 
 
 def _folders(remarks: list[str]) -> dict[str, Any]:
-    from ..models import cache_root, models_folder
+    from ..folders import cache_root
+    from ..models import models_folder
 
     found = {}
     for name, folder in (("cache", cache_root()), ("models", models_folder())):

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..folders import cache_root
+
 FORMAT = "knapspec-edge measurement"
 VERSION = 1
 
@@ -23,13 +25,8 @@ Warn = Callable[[str], None]
 
 
 def default_folder() -> Path:
-    """`KNAPSPEC_EDGE_CACHE` or the platform's cache folder, below it `measurements`."""
-    base = os.environ.get("KNAPSPEC_EDGE_CACHE")
-    if base:
-        return Path(base).expanduser() / "measurements"
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("knapspec-edge", appauthor=False)) / "measurements"
+    """`measurements` below the user's cache folder of this program."""
+    return cache_root() / "measurements"
 
 
 class Store:

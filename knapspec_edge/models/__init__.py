@@ -17,7 +17,7 @@ from .locate import (
     stored_path,
 )
 from .manifest import Licence, Model, Part, catalogue, default_model, find
-from .storage import cache_root, models_folder
+from .storage import models_folder
 
 __all__ = [
     "Licence",
@@ -27,7 +27,6 @@ __all__ = [
     "Part",
     "Progress",
     "Removed",
-    "cache_root",
     "catalogue",
     "default_model",
     "find",

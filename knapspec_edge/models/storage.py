@@ -12,20 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import DownloadError, KnapspecError
+from ..folders import cache_root
 
 CHUNK_BYTES = 1 << 20
 _LOCK_POLL_SECONDS = 0.2
 _DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no quota error
-
-
-def cache_root() -> Path:
-    """The user's cache folder of this program; KNAPSPEC_EDGE_CACHE overrides it."""
-    override = os.environ.get("KNAPSPEC_EDGE_CACHE")
-    if override:
-        return Path(override).expanduser().absolute()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("knapspec-edge", appauthor=False))
 
 
 def models_folder() -> Path:
