@@ -10,11 +10,11 @@ import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .closing import Closing
 from .config import DEFAULTS, Config
 from .decode.guard import SpeedGuard
 from .decode.session import Generation, Session, check_idle
@@ -89,7 +89,7 @@ class TextEvent:
     token: TokenEvent | None
 
 
-class Answer:
+class Answer(Closing):
     """Iterator over the events of one answer; afterwards its text, ids and statistics.
 
     The texts of all events, joined, are `text`. A stop string ends it: text, ids and counters are
@@ -126,17 +126,6 @@ class Answer:
         check_idle(self._events)
         return next(self._events)
 
-    def __enter__(self) -> Answer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     @property
     def stats(self) -> Stats:
         return self._generation.stats
@@ -161,15 +150,7 @@ class Answer:
         stopped = self.stats.speculation_stopped
         if stopped is None:
             return self._speculation
-        return Speculation(
-            state=self._speculation.state,
-            reason=stopped,
-            policy=self._speculation.policy,
-            draft=self._speculation.draft,
-            baseline_per_second=self._speculation.baseline_per_second,
-            predicted_ratio=self._speculation.predicted_ratio,
-            guarded=True,
-        )
+        return replace(self._speculation, reason=stopped, guarded=True)
 
     def close(self) -> None:
         """End the answer here; held-back text still belongs to `text`."""
@@ -211,7 +192,7 @@ class Answer:
         return ""
 
 
-class Engine:
+class Engine(Closing):
     """An open model with one conversation's worth of KV cache. A context manager.
 
     `vocabulary` and `backend` are all it needs; `Engine.open` builds both from a GGUF file.
@@ -322,24 +303,13 @@ class Engine:
                 config=config,
                 info=info,
                 warnings=warnings,
-                library=native.library_info()["digest"],
+                library=native.library_digest(),
             )
             if needs_template:
                 engine.require_template()
             engine.set_speculation(spec, progress=progress)
             engine._resources = resources.pop_all()
         return engine
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Free the model. The engine cannot be used afterwards; an unfinished answer ends here.
@@ -425,7 +395,7 @@ class Engine:
                 if progress is not None:
                     progress("measure", share)
 
-            # Said first: after an installation the search is compiled, which takes some seconds.
+            # Said before the imports below and the calibration text, which take their time.
             measured(0.0)
             from .latency.store import Store
             from .search import planner

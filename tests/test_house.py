@@ -19,7 +19,7 @@ PACKAGE = ROOT / "knapspec_edge"
 # Lowest first. A unit imports itself and lower layers only; units of one layer do not know each
 # other. `__init__` is the entrance from outside and stands above them all.
 LAYERS = (
-    {"errors", "config", "records", "folders"},
+    {"errors", "config", "records", "folders", "closing"},
     {"backend"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text"},

@@ -337,7 +337,7 @@ def openable(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(gguf_check, "fingerprint", lambda info: "f" * 32)
     monkeypatch.setattr(native, "open_model", lambda path, **_: vocab)
     monkeypatch.setattr(native, "open_context", open_context)
-    monkeypatch.setattr(native, "library_info", lambda: {"digest": "d"})
+    monkeypatch.setattr(native, "library_digest", lambda: "d")
     closed.clear()
     return asked
 

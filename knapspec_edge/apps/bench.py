@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..errors import LibraryError, PlanError, UsageError
 from ..records import Draft, Sampling
 
@@ -164,6 +164,7 @@ def run(engine: Engine, options: Options, progress: Progress | None = None) -> I
         for side in sides.values():
             side(token_lists[0], options.warmup_tokens)
 
+        environment = _environment(engine)
         runs: list[Run] = []
         total = len(sides) * len(prompts) * options.repeats
         order = list(sides)
@@ -181,7 +182,8 @@ def run(engine: Engine, options: Options, progress: Progress | None = None) -> I
                 order = order[1:] + order[:1]
                 _compare(block)
                 runs += block
-                yield _report(engine, options, drafts, sides, runs, notes, len(runs) == total)
+                complete = len(runs) == total
+                yield _report(engine, environment, options, drafts, sides, runs, notes, complete)
 
 
 def _prompt_tokens(engine: Engine, text: str) -> list[int]:
@@ -361,6 +363,7 @@ def explained_margin(engine: Engine) -> float:
 
 def _report(
     engine: Engine,
+    environment: dict[str, Any],
     options: Options,
     drafts: dict[str, Draft],
     sides: dict[str, Any],
@@ -384,7 +387,8 @@ def _report(
         }
         for name, d in drafts.items()
     }
-    return Report(_environment(engine), settings, plans, summaries, list(runs), notes, complete)
+    stamped = {**environment, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return Report(stamped, settings, plans, summaries, list(runs), notes, complete)
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -436,12 +440,13 @@ def _summary(
 
 
 def _environment(engine: Engine) -> dict[str, Any]:
+    """Machine, library, model and settings: the same for the whole comparison."""
     from ..native import library_info
 
     info = engine.info
     library = library_info()
     return {
-        "version": _version(),
+        "version": __version__,
         "model": None if info is None else info.path.name,
         "model_fingerprint": engine.fingerprint(),
         "model_type": None if info is None else info.file_type,
@@ -452,15 +457,7 @@ def _environment(engine: Engine) -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("knapspec-edge")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def markdown(report: Report) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 from ..backend import Backend
+from ..closing import Closing
 from ..errors import ContextError, PlanError, RollbackError, UsageError
 from ..records import Draft, Sampling, Stats, TokenEvent
 from .guard import SpeedGuard
@@ -28,7 +28,7 @@ def check_idle(events: Iterator[object]) -> None:
         )
 
 
-class Generation:
+class Generation(Closing):
     """Iterator over the tokens of one answer, with its statistics.
 
     Closing it early (also by leaving a `with` block, or by starting the next generation) cuts cache
@@ -67,17 +67,6 @@ class Generation:
             self.stats.completion_tokens -= unread
             self.stats.cut_n += unread
             self._cut(self.stats.prompt_tokens + self.stats.completion_tokens)
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Session:

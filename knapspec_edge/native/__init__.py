@@ -10,7 +10,7 @@ from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .library import library_info, point_to_library
+from .library import library_digest, library_info, point_to_library
 
 if TYPE_CHECKING:
     from .context import LlamaBackend
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 point_to_library()
 
-__all__ = ["library_info", "open_context", "open_model"]
+__all__ = ["library_digest", "library_info", "open_context", "open_model"]
 
 
 def open_model(

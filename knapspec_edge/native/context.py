@@ -7,12 +7,13 @@ import ctypes
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closing import Closing
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX
 from ..errors import (
     ContextError,
@@ -65,7 +66,7 @@ def kv_bytes_per_token(metadata: Mapping[str, str], architecture: str, kv_type: 
     return _CELL_BYTES + layers * kv_heads * (keys + values) * _KV_BLOCK_BYTES[kv_type] // 32
 
 
-class LlamaBackend:
+class LlamaBackend(Closing):
     """Implements `knapspec_edge.backend.Backend`. For one thread at a time.
 
     `interrupt` and `close` may be called from any thread; a call that comes while another thread
@@ -211,17 +212,6 @@ class LlamaBackend:
                 self._lib.knapspec_sigint_guard(pointer, False)
                 self._llama.llama_free(pointer)
                 self.model.detach()
-
-    def __enter__(self) -> LlamaBackend:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -455,8 +445,6 @@ class LlamaBackend:
         return Pick(self._tokens_out[row], self._probs_out[row], self._margins_out[row])
 
     def _set_plan(self, plan: Plan | None) -> None:
-        if plan is self._plan:
-            return
         if plan is not None and not self._sublayers:
             raise PlanError(f"no sublayer can be left out: {self._refusal}")
         plans.set_plan(self._lib, self.pointer, plan, len(self._sublayers))

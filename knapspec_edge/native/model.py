@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
+from ..closing import Closing
 from ..config import GPU_LAYERS_MAX
 from ..errors import Interrupted, ModelError, UsageError
 from . import bindings, library
@@ -47,7 +48,7 @@ def hold_interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class Model:
+class Model(Closing):
     """A loaded model. Its weights stay in memory until it and all its contexts are closed."""
 
     def __init__(
@@ -132,17 +133,6 @@ class Model:
             pointer, self._pointer = self._pointer, None
         if pointer:
             self._llama.llama_model_free(pointer)
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
