@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .records import Pick, Plan, Sampling, SubLayer
+from .records import Pick, Plan, Sampling, SubLayer, Traits
 
 
 class Backend(Protocol):
@@ -39,6 +39,11 @@ class Backend(Protocol):
     @property
     def sublayers(self) -> tuple[SubLayer, ...]:
         """Residual additions in execution order; empty where the model cannot be pruned."""
+        ...
+
+    @property
+    def traits(self) -> tuple[Traits, ...]:
+        """What each sublayer works on, in the order of `sublayers`."""
         ...
 
     @property
@@ -82,6 +87,23 @@ class Backend(Protocol):
 
         Returns (tokens i32 [n], probabilities f32 [n]). For judging plans; truncate afterwards.
         """
+        ...
+
+    def append(self, tokens: Sequence[int], plan: Plan | None = None) -> None:
+        """Append tokens under a plan in one pass without computing logits. For timing."""
+        ...
+
+    def fill(self, n_tokens: int) -> None:
+        """Grow the cache to n_tokens without computing anything: what the new cells hold is
+        undefined.
+
+        For timing passes at a long context; the cache has to be emptied before anything else is
+        computed. Raises ContextError if there is no room.
+        """
+        ...
+
+    def set_threads(self, threads: int, threads_batch: int | None = None) -> None:
+        """CPU threads of passes over one token, and over several (None: as many)."""
         ...
 
     def logits(self, row: int = -1) -> NDArray[np.float32]:

@@ -61,6 +61,20 @@ class SubLayer:
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What a sublayer works on when one token is computed. Sublayers of equal signature do the same
+    work, on weights of the same types, in the same place."""
+
+    signature: int
+    weight_bytes: int  # weights read for one token; of experts, those that are used
+    cell_bytes: int = 0  # keys and values of one cell of the cache
+    n_cells: int = 0  # cells of the cache it reads; fewer than the context for a sliding window
+    n_experts: int = 0
+    n_experts_used: int = 0
+    device: str = ""  # buffer type of its weights, such as "CPU" or "CUDA0"
+
+
+@dataclass(frozen=True)
 class Plan:
     """One mode per sublayer, in execution order. All-full is the target network itself."""
 

@@ -45,6 +45,20 @@ class GraphStats(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in GRAPH_STATS]  # noqa: RUF012
 
 
+class Traits(ctypes.Structure):
+    """struct knapspec_traits, see knapspec.h"""
+
+    _fields_ = [  # noqa: RUF012
+        ("signature", ctypes.c_uint64),
+        ("weight_bytes", ctypes.c_int64),
+        ("cell_bytes", ctypes.c_int64),
+        ("n_cells", ctypes.c_int32),
+        ("n_experts", ctypes.c_int32),
+        ("n_experts_used", ctypes.c_int32),
+        ("device", ctypes.c_char * 36),
+    ]
+
+
 _p = ctypes.c_void_p
 _i32 = ctypes.c_int32
 _i32s = ctypes.POINTER(ctypes.c_int32)
@@ -61,6 +75,9 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     # int32_t knapspec_sublayer(struct llama_context * ctx, int32_t i,
     #     int32_t * layer, int32_t * kind);
     "knapspec_sublayer": (_i32, [_p, _i32, _i32s, _i32s]),
+    # int32_t knapspec_sublayer_traits(struct llama_context * ctx, int32_t i,
+    #     struct knapspec_traits * out);
+    "knapspec_sublayer_traits": (_i32, [_p, _i32, ctypes.POINTER(Traits)]),
     # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
     "knapspec_set_plan": (_i32, [_p, _i32s, _i32]),
     # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
@@ -76,6 +93,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         _i32,
         [_p, _i32s, _i32, _i32, _i32, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
     ),
+    # int32_t knapspec_fill(struct llama_context * ctx, int32_t n_tokens, llama_pos pos);
+    "knapspec_fill": (_i32, [_p, _i32, _i32]),
     # int32_t knapspec_pick(const float * logits, int32_t n_vocab,
     #     const struct knapspec_sampling * sampling, int64_t position,
     #     llama_token * token_out, float * prob_out, float * margin_out);

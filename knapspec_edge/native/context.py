@@ -23,7 +23,7 @@ from ..errors import (
     RollbackError,
     UsageError,
 )
-from ..records import Pick, Plan, Sampling, SubLayer
+from ..records import Pick, Plan, Sampling, SubLayer, Traits
 from . import bindings, library, plans
 from .model import Model
 from .threads import default_threads
@@ -40,6 +40,7 @@ _KV_BLOCK_BYTES = {
 _CELL_BYTES = 48
 # Rows of logits that `evaluate` asks for in one pass.
 _EVALUATE_TOKENS = 64
+GREEDY = Sampling()
 # Backends inside `interruptible`, innermost last. Main thread only, like signal handlers.
 _guarded: list[LlamaBackend] = []
 
@@ -181,6 +182,7 @@ class LlamaBackend(Closing):
     def _read_sublayers(self) -> None:
         model = self.model
         self._sublayers: tuple[SubLayer, ...] = ()
+        self._traits: tuple[Traits, ...] = ()
         self._refusal: str | None = None
         name = model.architecture
         if not self._memory or not model.has_decoder:
@@ -191,6 +193,7 @@ class LlamaBackend(Closing):
             return
         try:
             self._sublayers = plans.read_sublayers(self._lib, self._pointer)
+            self._traits = plans.read_traits(self._lib, self._pointer, len(self._sublayers))
         except PlanError as error:
             self._refusal = f"the sublayers of architecture {name} are not recognised ({error})"
             return
@@ -245,6 +248,10 @@ class LlamaBackend(Closing):
     @property
     def sublayers(self) -> tuple[SubLayer, ...]:
         return self._sublayers
+
+    @property
+    def traits(self) -> tuple[Traits, ...]:
+        return self._traits
 
     @property
     def refusal(self) -> str | None:
@@ -335,6 +342,32 @@ class LlamaBackend(Closing):
         self._llama.llama_memory_clear(self._memory, True)
         self._n_past = 0
 
+    # timing
+
+    def append(self, tokens: Sequence[int], plan: Plan | None = None) -> None:
+        self._check_room(len(tokens))
+        self._evaluate(tokens, 0, GREEDY, plan)
+
+    def fill(self, n_tokens: int) -> None:
+        if n_tokens < self._n_past:
+            raise ValueError(f"{self._n_past} tokens are in the cache already")
+        self._check_room(n_tokens - self._n_past)
+        with self._alone():
+            before = self._n_past
+            if self._lib.knapspec_fill(self.pointer, n_tokens - before, before):
+                self._cut(before)
+                raise ContextError(f"the KV cache has no room for {n_tokens} tokens: raise --ctx")
+            self._n_past = n_tokens
+
+    def set_threads(self, threads: int, threads_batch: int | None = None) -> None:
+        for number in (threads, threads_batch or threads):
+            if not 1 <= number <= THREADS_MAX:
+                raise UsageError(f"--threads must be in 1..{THREADS_MAX}, not {number}")
+        with self._alone():
+            self._threads = threads
+            self._llama.llama_set_n_threads(self.pointer, threads, threads_batch or threads)
+        self.settings.update(threads=threads, threads_batch=threads_batch or threads)
+
     # judging
 
     def evaluate(
@@ -346,7 +379,7 @@ class LlamaBackend(Closing):
         probabilities = np.empty(n, dtype=np.float32)  # f32 [n]
         for start in range(0, n, self._max_rows):
             part = tokens[start : start + self._max_rows]
-            self._evaluate(part, len(part), Sampling(), plan)
+            self._evaluate(part, len(part), GREEDY, plan)
             end = start + len(part)
             picked[start:end] = self._tokens_out[: len(part)]
             probabilities[start:end] = self._probs_out[: len(part)]

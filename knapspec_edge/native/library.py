@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import LibraryError
 
 # Number of the C interface this package was written for; patches/UPSTREAM.toml holds the same.
-ABI = 1
+ABI = 2
 
 # A folder with other builds of the patched libraries (sanitizers, debugging).
 OVERRIDE = "KNAPSPEC_EDGE_LIBRARY"

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import PlanError
-from ..records import Kind, Plan, SubLayer
+from ..records import Kind, Plan, SubLayer, Traits
 from . import bindings, library
 
 # enum knapspec_kind
@@ -92,6 +92,26 @@ def plan(llama: Any, skipped: Iterable[int] | Plan) -> Iterator[None]:
             set_plan(lib, context, stack[-1] if stack else None, count)
             if not chosen.is_full and _passes(lib, context) > passes and hasattr(llama, "reset"):
                 llama.reset()
+
+
+def read_traits(lib: ctypes.CDLL, context: Any, count: int) -> tuple[Traits, ...]:
+    """What each of the `count` sublayers of a `llama_context *` works on."""
+    read = bindings.Traits()
+    found = []
+    for i in range(count):
+        lib.knapspec_sublayer_traits(context, i, ctypes.byref(read))
+        found.append(
+            Traits(
+                signature=read.signature,
+                weight_bytes=read.weight_bytes,
+                cell_bytes=read.cell_bytes,
+                n_cells=read.n_cells,
+                n_experts=read.n_experts,
+                n_experts_used=read.n_experts_used,
+                device=read.device.decode(errors="replace"),
+            )
+        )
+    return tuple(found)
 
 
 def _address(context: Any) -> int:

@@ -1,7 +1,9 @@
 #include "knapspec-context.h"
 
+#include "llama-batch.h"
 #include "llama-context.h"
 #include "llama-impl.h"
+#include "llama-memory.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -206,9 +208,15 @@ void knapspec_context::analyse() {
         why_not = "its graph could not be built for inspection";
         return;
     }
-    for (const knapspec_item & item : knapspec_find_sublayers(*ctx.get_gf_res_reserve(), why_not)) {
+    for (const knapspec_item & item : knapspec_find_sublayers(*ctx.get_gf_res_reserve(), why_not, true)) {
         found.push_back(item.info);
+        found_traits.push_back(item.traits);
     }
+}
+
+const std::vector<knapspec_traits> & knapspec_context::traits() {
+    analyse();
+    return found_traits;
 }
 
 const std::vector<knapspec_sublayer_info> & knapspec_context::sublayers() {
@@ -251,6 +259,52 @@ int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
 // evaluation
 //
 
+// one sequence, logits for the last n_outputs tokens; the arrays are this object's
+llama_batch knapspec_context::make_batch(const llama_token * tokens, int32_t n_tokens, llama_pos pos, int32_t n_outputs) {
+    static llama_seq_id sequence = 0;
+    batch_pos.resize(n_tokens);
+    batch_n_seq_id.assign(n_tokens, 1);
+    batch_seq_id.assign(n_tokens, &sequence);
+    batch_logits.assign(n_tokens, 0);
+    for (int32_t i = 0; i < n_tokens; ++i) {
+        batch_pos[i]    = pos + i;
+        batch_logits[i] = i >= n_tokens - n_outputs;
+    }
+    return {
+        n_tokens, const_cast<llama_token *>(tokens), nullptr,
+        batch_pos.data(), batch_n_seq_id.data(), batch_seq_id.data(), batch_logits.data(),
+    };
+}
+
+// What llama_context::decode does to the memory, without the passes in between.
+int32_t knapspec_context::fill(int32_t n_tokens, llama_pos pos) {
+    if (!ctx.memory || n_tokens < 0 || pos < 0) {
+        LLAMA_LOG_ERROR("%s: %d cells after position %d cannot be filled\n", __func__, n_tokens, pos);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    ctx.synchronize();
+    const int32_t n_batch = ctx.n_batch();
+    for (int32_t done = 0; done < n_tokens; done += n_batch) {
+        const int32_t n = std::min(n_batch, n_tokens - done);
+        batch_tokens.assign(n, 0);
+        llama_batch_compat batch(&ctx, make_batch(batch_tokens.data(), n, pos + done, 0));
+        if (!ctx.balloc->init(*batch.batch_ext, ctx.get_model().vocab, false)) {
+            return KNAPSPEC_BAD_ARGUMENT;
+        }
+        ctx.memory_update(false);
+        const auto cells = ctx.memory->init_batch(*ctx.balloc, ctx.cparams.n_ubatch, false);
+        if (!cells || cells->get_status() != LLAMA_MEMORY_STATUS_SUCCESS) {
+            return KNAPSPEC_NO_SLOT;
+        }
+        do {
+            if (!cells->apply()) {
+                return KNAPSPEC_NO_SLOT;
+            }
+        } while (cells->next());
+    }
+    return KNAPSPEC_OK;
+}
+
 int32_t knapspec_context::eval(
         const llama_token       * tokens,
         int32_t                   n_tokens,
@@ -274,19 +328,7 @@ int32_t knapspec_context::eval(
         return KNAPSPEC_ABORTED;
     }
 
-    static llama_seq_id sequence = 0;
-    batch_pos.resize(n_tokens);
-    batch_n_seq_id.assign(n_tokens, 1);
-    batch_seq_id.assign(n_tokens, &sequence);
-    batch_logits.assign(n_tokens, 0);
-    for (int32_t i = 0; i < n_tokens; ++i) {
-        batch_pos[i]    = pos + i;
-        batch_logits[i] = i >= n_tokens - n_outputs;
-    }
-    const llama_batch batch = {
-        n_tokens, const_cast<llama_token *>(tokens), nullptr,
-        batch_pos.data(), batch_n_seq_id.data(), batch_seq_id.data(), batch_logits.data(),
-    };
+    const llama_batch batch = make_batch(tokens, n_tokens, pos, n_outputs);
     const int ret = ctx.decode(batch);
     if (ret != 0) {
         return ret;
@@ -373,6 +415,19 @@ int32_t knapspec_sublayer(llama_context * ctx, int32_t i, int32_t * layer, int32
     *layer = found[i].layer;
     *kind  = found[i].kind;
     return KNAPSPEC_OK;
+}
+
+int32_t knapspec_sublayer_traits(llama_context * ctx, int32_t i, knapspec_traits * out) {
+    const auto & traits = knapspec_context::of(ctx).traits();
+    if (i < 0 || i >= (int32_t) traits.size()) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    *out = traits[i];
+    return KNAPSPEC_OK;
+}
+
+int32_t knapspec_fill(llama_context * ctx, int32_t n_tokens, llama_pos pos) {
+    return knapspec_context::of(ctx).fill(n_tokens, pos);
 }
 
 int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n) {

@@ -42,6 +42,7 @@ public:
     // --- services behind the C interface ---
 
     const std::vector<knapspec_sublayer_info> & sublayers();
+    const std::vector<knapspec_traits> & traits();
     const std::string & refusal();
 
     int32_t set_plan(const int32_t * modes, int32_t n);
@@ -57,6 +58,8 @@ public:
             float                   * probs_out,
             float                   * margins_out);
 
+    int32_t fill(int32_t n_tokens, llama_pos pos);
+
     void interrupt(bool value) { interrupted.store(value); }
 
     knapspec_graph_stats graph_stats() const;
@@ -68,6 +71,7 @@ private:
 
     bool                                analysed = false;
     std::vector<knapspec_sublayer_info> found;
+    std::vector<knapspec_traits>        found_traits;
     std::string                         why_not;
 
     // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has
@@ -100,12 +104,14 @@ private:
     std::atomic<bool> interrupted{ false };
     bool              callback_set = false;
 
+    std::vector<llama_token>    batch_tokens; // of cells that are filled without computing
     std::vector<llama_pos>      batch_pos;
     std::vector<int32_t>        batch_n_seq_id;
     std::vector<llama_seq_id *> batch_seq_id;
     std::vector<int8_t>         batch_logits;
 
     void analyse();
+    llama_batch make_batch(const llama_token * tokens, int32_t n_tokens, llama_pos pos, int32_t n_outputs);
     void swap_with(graph_slot & slot);
     graph_slot & slot_for(uint32_t n_tokens, uint32_t n_outputs);
 };

@@ -1,9 +1,8 @@
 #include "knapspec-graph.h"
 
-#include "knapspec.h"
-
 #include "llama-graph.h"
 
+#include "ggml-backend.h"
 #include "ggml-impl.h"
 
 #include <algorithm>
@@ -68,7 +67,7 @@ std::vector<ggml_tensor *> nodes_of(ggml_cgraph * gf) {
 
 class finder {
 public:
-    explicit finder(const llm_graph_result & res) : res(res), nodes(nodes_of(res.gf)) {
+    finder(const llm_graph_result & res, bool with_traits) : res(res), with_traits(with_traits), nodes(nodes_of(res.gf)) {
         for (size_t i = 0; i < nodes.size(); ++i) {
             order[nodes[i]] = i;
         }
@@ -78,6 +77,7 @@ public:
 
 private:
     const llm_graph_result & res;
+    const bool with_traits;
 
     std::vector<ggml_tensor *> nodes;
 
@@ -123,7 +123,13 @@ private:
         bool          ffn       = false;
         std::set<int> layers;
         tensor_set    weights;
+        tensor_set    caches;
+        tensor_set    nodes;
     };
+
+    std::unordered_map<const ggml_tensor *, size_t> masks; // in the order in which sublayers use them
+
+    knapspec_traits traits_of(const cone & branch);
 
     // everything `from` depends on, looking neither behind `stops` nor at nodes that come before all of them
     cone cone_of(const ggml_tensor * from, const tensor_set & stops) const {
@@ -148,12 +154,17 @@ private:
             if (auto it = order.find(t); it != order.end() && it->second < first) {
                 continue;
             }
+            if (t->op != GGML_OP_NONE) {
+                result.nodes.insert(t);
+            }
             switch (t->op) {
                 case GGML_OP_NONE:
                     if (is_kv_cache(t)) {
                         result.attention = true;
+                        result.caches.insert(t);
                     } else if (is_state_cache(t)) {
                         result.recurrent = true;
+                        result.caches.insert(t);
                     } else if (const int32_t layer = layer_of_weight(t); layer >= 0) {
                         result.layers.insert(layer);
                         result.weights.insert(t);
@@ -257,20 +268,21 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
             ggml_tensor * residual = nullptr;
             ggml_tensor * branch   = nullptr;
             if (split(x, residual, branch)) {
-                items.push_back({ x, residual, {} });
+                items.push_back({ x, residual, {}, {} });
                 branches.push_back(branch);
                 x = residual;
                 continue;
             }
             // a term without any product (the token embedding, scaled) is added to the stream and never left out
             int k = 0;
-            while (k < 2 && cone_of(x->src[k], {}).product) {
-                k++;
+            cone term = cone_of(x->src[0], {});
+            if (term.product) {
+                k = 1;
+                term = cone_of(x->src[1], {});
             }
-            if (k == 2) {
+            if (term.product) {
                 break;
             }
-            const cone term = cone_of(x->src[k], {});
             covered.insert(term.weights.begin(), term.weights.end());
             x = x->src[1 - k];
             continue;
@@ -315,9 +327,95 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
                              branch.attention && branch.ffn ? KNAPSPEC_KIND_BLOCK     :
                              branch.attention               ? KNAPSPEC_KIND_ATTENTION : KNAPSPEC_KIND_MLP;
         items[i].info = { *branch.layers.begin(), kind };
+        if (with_traits) {
+            items[i].traits = traits_of(branch);
+        }
         covered.insert(branch.weights.begin(), branch.weights.end());
     }
     return check_covered(trunk, x, reason) ? items : std::vector<knapspec_item>();
+}
+
+// What a branch computes, where and on how much data. The signature leaves out rearrangements, so that the last layer,
+// which gathers the rows of its outputs, is not told apart from the others.
+knapspec_traits finder::traits_of(const cone & branch) {
+    uint64_t hash = 14695981039346656037ull; // FNV-1a
+    const auto mix = [&](uint64_t value) {
+        for (int byte = 0; byte < 8; ++byte) {
+            hash = (hash ^ ((value >> 8*byte) & 0xff))*1099511628211ull;
+        }
+    };
+    const auto mix_text = [&](const char * text) {
+        for (; *text; ++text) {
+            mix((uint64_t) (unsigned char) *text);
+        }
+    };
+    const auto mix_tensor = [&](const ggml_tensor * t) {
+        mix(t->type);
+        for (int d = 0; d < GGML_MAX_DIMS; ++d) {
+            mix(t->ne[d]);
+        }
+    };
+    const auto place_of = [](const ggml_tensor * t) {
+        return t->buffer ? ggml_backend_buft_name(ggml_backend_buffer_get_type(t->buffer)) : "";
+    };
+
+    knapspec_traits traits = {};
+    int64_t largest = 0;
+
+    std::vector<const ggml_tensor *> ordered(branch.nodes.begin(), branch.nodes.end());
+    std::sort(ordered.begin(), ordered.end(), [&](const ggml_tensor * a, const ggml_tensor * b) {
+        return order.at(a) < order.at(b);
+    });
+    tensor_set counted;
+    for (const ggml_tensor * t : ordered) {
+        switch (t->op) {
+            case GGML_OP_VIEW:
+            case GGML_OP_RESHAPE:
+            case GGML_OP_PERMUTE:
+            case GGML_OP_TRANSPOSE:
+            case GGML_OP_GET_ROWS:
+                continue;
+            default:
+                break;
+        }
+        mix(t->op);
+        mix_tensor(t);
+        const ggml_tensor * mask = t->op == GGML_OP_FLASH_ATTN_EXT ? t->src[3] : t->op == GGML_OP_SOFT_MAX ? t->src[1] : nullptr;
+        if (mask) {
+            mix(masks.emplace(root_of(mask), masks.size()).first->second);
+        }
+        for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            const ggml_tensor * w = t->src[k] ? root_of(t->src[k]) : nullptr;
+            if (!w || !branch.weights.count(w)) {
+                continue;
+            }
+            mix_tensor(w);
+            mix_text(place_of(w));
+            if (!counted.insert(w).second) {
+                continue;
+            }
+            int64_t bytes = ggml_nbytes(w);
+            if (t->op == GGML_OP_MUL_MAT_ID && k == 0) {
+                traits.n_experts      = w->ne[2];
+                traits.n_experts_used = t->src[2]->ne[0];
+                bytes = bytes/traits.n_experts*traits.n_experts_used;
+            }
+            traits.weight_bytes += bytes;
+            if (bytes > largest) {
+                largest = bytes;
+                snprintf(traits.device, sizeof(traits.device), "%s", place_of(w));
+            }
+        }
+    }
+    for (const ggml_tensor * cache : branch.caches) {
+        // one row per cell
+        traits.cell_bytes += ggml_row_size(cache->type, cache->ne[0]);
+        traits.n_cells = std::max<int64_t>(traits.n_cells, cache->ne[1]);
+    }
+    mix(traits.cell_bytes);
+    mix(traits.n_cells);
+    traits.signature = hash;
+    return traits;
 }
 
 // Every weight of every layer must belong to a sublayer or to the trunk, or something would be left out of the account.
@@ -349,8 +447,8 @@ bool finder::check_covered(const tensor_set & trunk, const ggml_tensor * origin,
 
 } // namespace
 
-std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason) {
-    return finder(res).run(reason);
+std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason, bool with_traits) {
+    return finder(res, with_traits).run(reason);
 }
 
 bool knapspec_prune(

@@ -3,6 +3,8 @@
 // Knows ggml tensors only: no context, no scheduler, no architecture.
 #pragma once
 
+#include "knapspec.h"
+
 #include "ggml.h"
 
 #include <cstdint>
@@ -22,10 +24,12 @@ struct knapspec_item {
     ggml_tensor * add;      // the residual addition
     ggml_tensor * residual; // its operand that stays when the sublayer is skipped
     knapspec_sublayer_info info;
+    knapspec_traits        traits;
 };
 
 // The sublayers of a graph in execution order. Empty, with a reason, if any part of the network is not covered by them.
-std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason);
+// The traits are filled in on demand.
+std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason, bool with_traits = false);
 
 // Rewire the graph so that every item with skip[i] != 0 is passed over, and drop what nothing needs any more.
 // Returns false, with a reason, and leaves the graph unusable if that is impossible.

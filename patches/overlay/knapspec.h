@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
-#define KNAPSPEC_ABI 1
+#define KNAPSPEC_ABI 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -46,6 +46,17 @@ struct knapspec_graph_stats {
     int64_t n_kept;     // graphs kept now
 };
 
+// what a sublayer works on when one token is computed; see knapspec_sublayer_traits
+struct knapspec_traits {
+    uint64_t signature;       // equal for sublayers that do the same work on weights of the same types in the same place
+    int64_t  weight_bytes;    // weights read for one token; of experts, those that are used
+    int64_t  cell_bytes;      // keys and values of one cell, or one recurrent state
+    int32_t  n_cells;         // cells of the cache it reads; 0 without one
+    int32_t  n_experts;       // 0 without experts
+    int32_t  n_experts_used;
+    char     device[36];      // name of the buffer type that holds its largest weight
+};
+
 // how a token is picked from a row of logits
 struct knapspec_sampling {
     float    temperature; // <= 0: argmax
@@ -60,6 +71,9 @@ LLAMA_API int32_t knapspec_abi(void);
 LLAMA_API int32_t      knapspec_n_sublayers(struct llama_context * ctx);
 LLAMA_API const char * knapspec_refusal    (struct llama_context * ctx);
 LLAMA_API int32_t      knapspec_sublayer   (struct llama_context * ctx, int32_t i, int32_t * layer, int32_t * kind);
+
+// Returns 0, or KNAPSPEC_BAD_ARGUMENT for an i outside the sublayers.
+LLAMA_API int32_t knapspec_sublayer_traits(struct llama_context * ctx, int32_t i, struct knapspec_traits * out);
 
 // One mode per sublayer for all following llama_decode calls of this context; n = 0 returns to the full model.
 // Works on any context, also one that belongs to a llama_cpp.Llama object. Returns 0, or KNAPSPEC_BAD_ARGUMENT for a
@@ -83,6 +97,11 @@ LLAMA_API int32_t knapspec_eval(
         llama_token                    * tokens_out,
         float                          * probs_out,
         float                          * margins_out);
+
+// Mark the cells of positions pos .. pos+n_tokens-1 of sequence 0 as filled without computing them: what they hold is
+// undefined. For timing passes at a long context; clear the memory before anything else is computed. Returns as
+// llama_decode does.
+LLAMA_API int32_t knapspec_fill(struct llama_context * ctx, int32_t n_tokens, llama_pos pos);
 
 // Pick from one row of logits, the function knapspec_eval uses. `position` is the position of the picked token.
 LLAMA_API int32_t knapspec_pick(
