@@ -16,7 +16,7 @@ class Config:
 
     # context
     ctx_tokens: int = 4096  # modest by default: 128k-token models must start on an 8 GB laptop
-    max_verify_tokens: int = 16  # widest verification pass; rows of logits are reserved for it
+    max_verify_tokens: int = 32  # widest verification pass; rows of logits are reserved for it
     prefill_slice_tokens: int = 512  # an interrupt on a GPU is noticed between slices
     # Allocated graphs kept alive per context: one for drafts, one per usual width of verification.
     # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
@@ -38,6 +38,14 @@ class Config:
     measure_min_context_tokens: int = 32  # a slow model's prompt is shortened down to this
     measure_block_tokens: int = 16  # width of a probing pass; a draft sees no more of its own keys
     measure_min_probes: int = 8  # single-skip probes that even the slowest model gets
+
+    # latency profile
+    profile_min_context_tokens: int = 128
+    profile_classes_per_kind: int = 6  # sublayers of more than so many sorts are merged
+    profile_visit_drift: float = 0.15  # change of a plain step within one visit; above, not counted
+    profile_max_thrown_away: int = 20  # visits; from then on they count all the same
+    profile_max_spread: float = 0.15  # quartile distance / median of a plain step; above, it is said
+    profile_overrun: float = 1.5  # times the budget, after which even the indispensable is dropped
 
     # first planner
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped

@@ -1,0 +1,395 @@
+"""Predicts the time of any pass from a latency profile.
+
+A draft step is the measured plain step minus what was measured for each sublayer it leaves out
+(design D4: t_draft(S, n) = t_fixed + sum t_attn(n) + sum t_mlp + t_head); a verification pass is a
+curve in its width, measured at a few contexts. All times in milliseconds, contexts in tokens.
+
+Where a cost is a straight line in the context length it is fitted as one. llama.cpp reads a cache
+in steps of CELLS_PER_STEP cells, so a cost may follow the tokens, the cells, or both: both are
+regressors. A sliding window reads no more than its own cache holds. What no line fits is
+interpolated between the measured contexts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..records import ModeKind, Plan
+from .classes import LayerClass
+from .profile import LatencyProfile, Sample
+from .regression import Line, fit_line, non_negative_least_squares
+
+# llama_kv_cache::get_n_kv rounds the cells that a pass reads up to a multiple of this.
+CELLS_PER_STEP = 256
+# Relative standard deviation of a single sample, where there are too few to tell.
+SAMPLE_PRIOR = 0.03
+# A fitted time is a line unless the line misses a measured context by more than this share of the
+# step there, all sublayers of the class together.
+LINE_TOLERANCE = 0.02
+# No measurement is trusted beyond this, so that a lucky agreement of few samples decides nothing.
+_LEAST_ERROR = 0.004
+
+Curve = Callable[[float], float]
+
+
+def cells_read(context_tokens: float, width: int = 1) -> float:
+    """Cells that a pass of `width` tokens behind so many cached tokens reads, without a window."""
+    return CELLS_PER_STEP * math.ceil((context_tokens + width) / CELLS_PER_STEP)
+
+
+@dataclass(frozen=True)
+class ClassCost:
+    """What one sublayer of a class costs in a step of one token."""
+
+    layer_class: LayerClass
+    # line in the context length; the slope is per token of context
+    line: Line
+    is_line: bool  # False: interpolated between `points`
+    points: tuple[tuple[int, float, float], ...]  # (context, ms, standard error)
+
+
+class Costs:
+    """The fitted model. Raises ValueError for a profile without a plain step."""
+
+    def __init__(self, profile: LatencyProfile) -> None:
+        steps = profile.steps()
+        if not steps:
+            raise ValueError("the profile has no plain step")
+        self.profile = profile
+        self.classes = profile.classes
+        self._class_of = {i: c for c, cls in enumerate(profile.classes) for i in cls.members}
+        self._contexts = np.array([s.context_tokens for s in steps], dtype=np.float64)
+        self._windows = sorted(
+            {c.n_cells for c in self.classes if 0 < c.n_cells < profile.limit_tokens}
+        )
+        self._fit_step(steps)
+        self._fit_classes()
+        self._fit_head()
+        self._fit_verification()
+        self._fit_wide_classes()
+
+    # -- predictions -------------------------------------------------------------------------------
+
+    def step_ms(self, context_tokens: float) -> float:
+        """A plain step: the full model over one token, pick included."""
+        return self._step(context_tokens)
+
+    def saving_ms(self, sublayer: int, context_tokens: float) -> float:
+        """What leaving this sublayer out of a step saves; >= 0."""
+        return self._curves[self._class_of[sublayer]](context_tokens)
+
+    def draft_ms(self, plan: Plan, context_tokens: float) -> float:
+        """One draft step. Never below the part of a step that belongs to no sublayer."""
+        step_ms = self.step_ms(context_tokens)
+        per_class = [curve(context_tokens) for curve in self._curves]
+        saved = sum(
+            per_class[self._class_of[i]]
+            for i, mode in enumerate(plan.modes)
+            if mode.kind is ModeKind.SKIP
+        )
+        return max(self._rest(step_ms, per_class), step_ms - saved)
+
+    def verify_ms(self, context_tokens: float, width: int) -> float:
+        """A pass of the full model over `width` tokens, a pick for each. Never below a step.
+
+        Between measured widths linear. Raises ValueError beyond the widest one.
+        """
+        if not 1 <= width <= self.max_width:
+            raise ValueError(f"a pass of {width} tokens was not measured")
+        step_ms = self.step_ms(context_tokens)
+        if width == 1:
+            return step_ms
+        # where the pass ends, as the cells it reads are counted there
+        at = self._step(context_tokens + width - 1)
+        widths = self._widths
+        times = [step_ms, *(self._verification[b](at) for b in widths[1:])]
+        return max(step_ms, float(np.interp(width, widths, times)))
+
+    def ms(self, sublayer: int, context_tokens: float, width: int = 1) -> float:
+        """One sublayer's share of a pass over `width` tokens behind `context_tokens` tokens.
+
+        At widths that were not timed without sublayers, it grows as the whole pass does.
+        Raises ValueError beyond the widest pass.
+        """
+        alone = self.saving_ms(sublayer, context_tokens)
+        if width == 1:
+            return alone
+        growth = self.verify_ms(context_tokens, width) / self.step_ms(context_tokens)
+        wide = self._wide.get(self.classes[self._class_of[sublayer]].kind.value)
+        if wide is None:
+            return alone * growth
+        widths, relative = wide  # growth of this kind against that of the whole pass
+        return alone * growth * float(np.interp(width, widths, relative))
+
+    def head_ms(self) -> float:
+        """Final norm, head and pick, in a step of one token; 0 where it was not measured."""
+        return self._head_ms
+
+    def fixed_ms(self, context_tokens: float) -> float:
+        """What is neither a sublayer nor the head: embedding, masks, launching the graph."""
+        per_class = [curve(context_tokens) for curve in self._curves]
+        return max(0.0, self._rest(self.step_ms(context_tokens), per_class) - self._head_ms)
+
+    def share(self, kinds: Iterable[str], context_tokens: float) -> float:
+        """Share of a plain step that is spent in sublayers of these kinds, 0..1."""
+        wanted = set(kinds)
+        spent = sum(
+            len(cls.members) * curve(context_tokens)
+            for cls, curve in zip(self.classes, self._curves, strict=True)
+            if cls.kind.value in wanted
+        )
+        return min(1.0, spent / self.step_ms(context_tokens))
+
+    def integer_weights(
+        self, context_tokens: float, *, largest_error: float = 0.02, most_units: int = 20_000
+    ) -> tuple[NDArray[np.int64], float]:
+        """Cost of each sublayer at a context in whole units (i64 [sublayers]), and ms per unit.
+
+        The unit makes the rounding error of the cheapest class `largest_error` of its cost at most,
+        where the paper rounds to whole multiples of the cheaper sublayer. Classes that cost less
+        than a hundredth of the mean do not decide about it, nor may all sublayers together exceed
+        `most_units`.
+        """
+        costs = np.array([self.saving_ms(i, context_tokens) for i in range(len(self._class_of))])
+        total = float(costs.sum())
+        if total <= 0.0:
+            return np.zeros(len(costs), dtype=np.int64), 1.0
+        cheapest = float(costs[costs >= 0.01 * total / len(costs)].min())
+        unit_ms = max(2.0 * largest_error * cheapest, total / most_units)
+        return np.rint(costs / unit_ms).astype(np.int64), unit_ms
+
+    @property
+    def max_width(self) -> int:
+        """The widest pass that was measured; nothing is predicted beyond."""
+        return self._widths[-1]
+
+    @property
+    def blind(self) -> bool:
+        """Whether no sublayer was seen to cost anything: then noise hid all there is."""
+        return all(curve(c) <= 0.0 for curve in self._curves for c in self._contexts)
+
+    def crossing_tokens(self) -> float | None:
+        """Context length from which an average attention costs more than an average MLP.
+
+        Beyond the measured contexts the lines are continued, up to a million tokens; None where
+        they do not meet there, or one of the kinds does not exist.
+        """
+
+        def mean_ms(kind: str, context: float) -> float:
+            own = [
+                (len(c.members), curve(context))
+                for c, curve in zip(self.classes, self._curves, strict=True)
+                if c.kind.value == kind
+            ]
+            return sum(n * ms for n, ms in own) / sum(n for n, _ in own) if own else math.nan
+
+        def ahead(context: float) -> float:
+            return mean_ms("attention", context) - mean_ms("mlp", context)
+
+        low, high = 0.0, 1e6
+        if math.isnan(ahead(low)) or ahead(high) <= 0.0:
+            return None
+        if ahead(low) >= 0.0:
+            return 0.0
+        while high - low > 1.0:
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if ahead(middle) > 0.0 else (middle, high)
+        return high
+
+    def fit_errors(self) -> list[tuple[Sample, float]]:
+        """(sample, predicted / measured - 1) of every draft step in the profile."""
+        found = []
+        for sample in self.profile.samples:
+            if sample.width == 1 and sample.head and sample.timing.median_ms > 0.0:
+                plan = Plan.skipping(self.profile.n_sublayers, list(sample.skipped))
+                predicted = self.draft_ms(plan, sample.context_tokens)
+                found.append((sample, predicted / sample.timing.median_ms - 1.0))
+        return found
+
+    # -- fitting -----------------------------------------------------------------------------------
+
+    def _features(self, contexts: Iterable[float], windows: Iterable[int]) -> NDArray[np.float64]:
+        """f64 [contexts, 3 + windows]: constant, tokens, cells, cells within each window."""
+        caps = list(windows)
+        return np.array(
+            [[1.0, c, cells_read(c), *(min(cells_read(c), w) for w in caps)] for c in contexts]
+        )
+
+    def _fit_step(self, steps: list[Sample]) -> None:
+        times = np.array([s.timing.median_ms for s in steps])
+        sigmas = times * np.array([_error(s) for s in steps])
+        rows = self._features(self._contexts, self._windows)
+        coefficients, _ = non_negative_least_squares(rows, times, sigmas)
+        residuals = times - rows @ coefficients
+
+        def step(context: float) -> float:
+            smooth = float(self._features([context], self._windows)[0] @ coefficients)
+            return max(1e-6, smooth + float(np.interp(context, self._contexts, residuals)))
+
+        self._step: Curve = step
+
+    def _fit_classes(self) -> None:
+        """Cost of each class at each context, then along the contexts."""
+        n_classes = len(self.classes)
+        points: list[list[tuple[int, float, float]]] = [[] for _ in range(n_classes)]
+        for context in self._contexts:
+            samples = [
+                s
+                for s in self.profile.samples
+                if s.context_tokens == context and s.width == 1 and s.head
+            ]
+            counts = np.array([self._counts(s) for s in samples], dtype=np.float64)
+            times = np.array([s.timing.median_ms for s in samples])
+            sigmas = np.maximum(1e-9, times * np.array([_error(s) for s in samples]))
+            rows = np.column_stack([np.ones(len(samples)), counts])
+            costs, errors = non_negative_least_squares(rows, times, sigmas)
+            for c in range(n_classes):
+                # a class that no sample leaves out cannot be told from what is fixed
+                if np.ptp(counts[:, c]) > 0.0:
+                    points[c].append((int(context), float(costs[1 + c]), float(errors[1 + c])))
+        self.class_costs: list[ClassCost] = []
+        self._curves: list[Curve] = []
+        for cls, own in zip(self.classes, points, strict=True):
+            cost, curve = self._fit_class(cls, own)
+            self.class_costs.append(cost)
+            self._curves.append(curve)
+
+    def _counts(self, sample: Sample) -> list[int]:
+        """How many sublayers of each class ran."""
+        skipped = set(sample.skipped)
+        return [sum(i not in skipped for i in cls.members) for cls in self.classes]
+
+    def _fit_class(
+        self, cls: LayerClass, points: list[tuple[int, float, float]]
+    ) -> tuple[ClassCost, Curve]:
+        if not points:
+            flat = fit_line(np.zeros(1), np.zeros(1), np.ones(1))
+            return ClassCost(cls, flat, True, ()), lambda _: 0.0
+        x = np.array([p[0] for p in points], dtype=np.float64)
+        costs = np.array([p[1] for p in points])
+        errors = np.maximum(1e-9, np.array([p[2] for p in points]))
+        line = fit_line(x, costs, errors)
+        if cls.cell_bytes:
+            windows = [cls.n_cells] if cls.n_cells in self._windows else []
+            rows = self._features(x, windows)
+            coefficients, _ = non_negative_least_squares(rows, costs, errors)
+        else:
+            # nothing in it depends on the context, unless the measurement insists
+            rows = np.ones((len(x), 1))
+            if line.rises:
+                rows = np.column_stack([rows, x])
+            windows = []
+            coefficients, _ = non_negative_least_squares(rows, costs, errors)
+        residuals = costs - rows @ coefficients
+        steps = np.array([self._step(c) for c in x])
+        # a miss within the noise of its point says nothing about the shape
+        misses = np.maximum(0.0, np.abs(residuals) - 2.0 * errors) * len(cls.members) / steps
+        is_line = bool(misses.max() <= LINE_TOLERANCE) and not windows
+        kept = residuals if misses.max() > LINE_TOLERANCE else np.zeros(len(x))
+
+        def curve(context: float) -> float:
+            if cls.cell_bytes:
+                smooth = float(self._features([context], windows)[0] @ coefficients)
+            else:
+                smooth = float(np.array([1.0, context])[: len(coefficients)] @ coefficients)
+            return max(0.0, smooth + float(np.interp(context, x, kept)))
+
+        return ClassCost(cls, line, is_line, tuple(points)), curve
+
+    def _rest(self, step_ms: float, per_class: list[float]) -> float:
+        spent = sum(
+            len(cls.members) * ms for cls, ms in zip(self.classes, per_class, strict=True)
+        )
+        return max(0.0, step_ms - spent)
+
+    def _fit_head(self) -> None:
+        """Full steps with and without logits; the latter also leave out the last MLP, whose rows
+        nothing needs."""
+        found = []
+        for sample in self.profile.samples:
+            if sample.head or sample.skipped or sample.width != 1:
+                continue
+            context = sample.context_tokens
+            last = max(self._class_of)
+            difference = self.step_ms(context) - sample.timing.median_ms
+            if self.classes[self._class_of[last]].kind.value == "mlp":
+                difference -= self.saving_ms(last, context)
+            found.append(difference)
+        self._head_ms = max(0.0, float(np.median(found))) if found else 0.0
+
+    def _fit_verification(self) -> None:
+        """For each width a curve over the time of a plain step.
+
+        Time of a wide pass and of a step are both (nearly) linear in the same mix of tokens and
+        cells, so the one is linear in the other, staircase and all.
+        """
+        self._verification: dict[int, Curve] = {}
+        anchors: dict[int, list[tuple[float, float]]] = {}
+        for s in self.profile.samples:
+            if s.width > 1 and s.head and not s.skipped:
+                at = self._step(s.context_tokens + s.width - 1)
+                anchors.setdefault(s.width, []).append((at, s.timing.median_ms))
+        for width, found in anchors.items():
+            self._verification[width] = _curve_through(found)
+        self._widths = [1, *sorted(anchors)]
+
+    def _fit_wide_classes(self) -> None:
+        """Growth of each kind with the width, against the growth of the whole pass."""
+        found: dict[str, dict[int, list[float]]] = {}
+        for s in self.profile.samples:
+            if s.width == 1 or not s.skipped or not s.head or s.width not in self._verification:
+                continue
+            left_out = {self._class_of[i] for i in s.skipped}
+            kinds = {self.classes[c].kind.value for c in left_out}
+            if len(kinds) != 1:
+                continue
+            whole = self.verify_ms(s.context_tokens, s.width)
+            saved = max(0.0, whole - s.timing.median_ms)
+            alone = sum(self.saving_ms(i, s.context_tokens) for i in s.skipped)
+            growth = whole / self.step_ms(s.context_tokens)
+            if alone > 0.0:
+                relative = saved / alone / growth
+                found.setdefault(kinds.pop(), {}).setdefault(s.width, []).append(relative)
+        self._wide = {
+            kind: (
+                [1, *sorted(by_width)],
+                [1.0, *(float(np.median(by_width[b])) for b in sorted(by_width))],
+            )
+            for kind, by_width in found.items()
+        }
+
+
+def _error(sample: Sample) -> float:
+    """Relative standard error of a sample's time."""
+    return max(_LEAST_ERROR, sample.timing.relative_error(SAMPLE_PRIOR))
+
+
+def _curve_through(points: list[tuple[float, float]]) -> Curve:
+    """Linear between the points, continued beyond them with the slope of the outermost two; never
+    falling beyond the last one."""
+    ordered = sorted(points)
+    x = np.array([p[0] for p in ordered])
+    y = np.array([p[1] for p in ordered])
+    if len(ordered) == 1 or x[-1] - x[0] < 0.02 * x[-1]:
+        # A step that costs the same at every context: so does the pass, in proportion.
+        ratio = float(np.mean(y / x))
+        return lambda at: ratio * at
+
+    def slope(i: int, j: int) -> float:
+        return float((y[j] - y[i]) / (x[j] - x[i])) if x[j] > x[i] else 0.0
+
+    first, last = slope(0, 1), max(0.0, slope(-2, -1))
+
+    def curve(at: float) -> float:
+        if at < x[0]:
+            return max(0.0, float(y[0]) - first * (float(x[0]) - at))
+        if at > x[-1]:
+            return float(y[-1]) + last * (at - float(x[-1]))
+        return float(np.interp(at, x, y))
+
+    return curve

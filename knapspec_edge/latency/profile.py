@@ -1,0 +1,132 @@
+"""What was measured about the cost of passes: records and their JSON form, no fitting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..records import Kind, Plan
+from .classes import LayerClass
+from .timing import Timing
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One kind of pass at one context length.
+
+    Its time is what repeated visits saw relative to a plain step at the same place and moment,
+    times the usual plain step there: a slow drift of the machine cancels out.
+    """
+
+    context_tokens: int  # in the cache before the pass
+    width: int  # tokens in the pass
+    skipped: tuple[int, ...]  # sublayers left out
+    head: bool  # whether logits were computed and a token was picked
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    """One measurement of a model under one setting of its context."""
+
+    n_sublayers: int
+    classes: tuple[LayerClass, ...]
+    limit_tokens: int  # longest context that was measured
+    samples: tuple[Sample, ...]
+    settings: dict[str, Any]
+    budget_seconds: float
+    elapsed_seconds: float
+    measured_at: float  # seconds since 1970
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Context lengths at which a plain step was timed, ascending."""
+        return tuple(s.context_tokens for s in self.steps())
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of full passes that were timed anywhere, ascending, 1 included."""
+        found = {s.width for s in self.samples if not s.skipped and s.head}
+        return tuple(sorted(found | {1}))
+
+    def steps(self) -> list[Sample]:
+        """Plain steps, by context."""
+        plain = [s for s in self.samples if s.width == 1 and s.head and not s.skipped]
+        return sorted(plain, key=lambda s: s.context_tokens)
+
+    @property
+    def spread(self) -> float:
+        """The median over the contexts of a plain step's quartile distance over its median."""
+        spreads = sorted(s.timing.relative_spread for s in self.steps())
+        return spreads[len(spreads) // 2] if spreads else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data. Sets of skipped sublayers are hexadecimal numbers, one bit each."""
+        data = asdict(self)
+        data["classes"] = [{**asdict(c), "kind": c.kind.value} for c in self.classes]
+        data["samples"] = [
+            {
+                "context_tokens": s.context_tokens,
+                "width": s.width,
+                "skipped": _to_hex(s.skipped),
+                "head": s.head,
+                "timing": asdict(s.timing),
+            }
+            for s in self.samples
+        ]
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LatencyProfile:
+        """The inverse of to_json. Raises KeyError, TypeError or ValueError for anything else."""
+        n = int(data["n_sublayers"])
+        classes = tuple(
+            LayerClass(
+                **{**c, "kind": Kind(c["kind"]), "members": tuple(int(i) for i in c["members"])}
+            )
+            for c in data["classes"]
+        )
+        samples = tuple(
+            Sample(
+                int(s["context_tokens"]),
+                int(s["width"]),
+                _from_hex(s["skipped"]),
+                bool(s["head"]),
+                Timing(**s["timing"]),
+            )
+            for s in data["samples"]
+        )
+        covered = sorted(i for c in classes for i in c.members)
+        if covered != list(range(n)):
+            raise ValueError("the classes do not cover the sublayers")
+        if any(s.skipped and s.skipped[-1] >= n for s in samples):
+            raise ValueError("a sample skips a sublayer that does not exist")
+        if not any(s.width == 1 and s.head and not s.skipped for s in samples):
+            raise ValueError("no plain step was measured")
+        return cls(
+            n_sublayers=n,
+            classes=classes,
+            limit_tokens=int(data["limit_tokens"]),
+            samples=samples,
+            settings=dict(data["settings"]),
+            budget_seconds=float(data["budget_seconds"]),
+            elapsed_seconds=float(data["elapsed_seconds"]),
+            measured_at=float(data["measured_at"]),
+            notes=tuple(str(note) for note in data["notes"]),
+        )
+
+
+def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
+    """The plan a sample was measured under; None is the full model."""
+    return Plan.skipping(n_sublayers, list(sample.skipped)) if sample.skipped else None
+
+
+def _to_hex(indices: Sequence[int]) -> str:
+    return f"{sum(1 << i for i in indices):x}"
+
+
+def _from_hex(text: str) -> tuple[int, ...]:
+    bits = int(text, 16)
+    return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
