@@ -30,7 +30,7 @@ class Config:
     measure_budget_seconds: float = 15.0
     measure_context_tokens: int = 256
     measure_window_tokens: int = 48  # tokens on which single-sublayer agreement is judged
-    measure_repeats: int = 5
+    measure_limit_tokens: int = 4096  # longest context of a first measurement; later ones go on
     measure_verify_max: int = 9  # verification cost is measured at 1..this tokens
     measure_overrun: float = 1.5  # times the budget, after which each phase makes do with less
     measure_max_spread: float = 0.5  # quartile distance / median of a step; above, not believed
@@ -42,14 +42,16 @@ class Config:
     # latency profile
     profile_min_context_tokens: int = 128
     profile_classes_per_kind: int = 6  # sublayers of more than so many sorts are merged
-    profile_visit_drift: float = 0.15  # change of a plain step within one visit; above, not counted
+    profile_visit_drift: float = 0.15  # change of a plain step in a visit; above, it is not counted
     profile_max_thrown_away: int = 20  # visits; from then on they count all the same
-    profile_max_spread: float = 0.15  # quartile distance / median of a plain step; above, it is said
+    profile_max_spread: float = (
+        0.15  # quartile distance / median of a plain step; above, it is said
+    )
     profile_overrun: float = 1.5  # times the budget, after which even the indispensable is dropped
 
     # first planner
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
-    plan_latency_units: int = 240  # resolution of the knapsack: parts of a full step
+    plan_rounding_error: float = 0.04  # of the cheapest sublayer's cost in whole units
     plan_shortlist: int = 6  # candidates whose joint agreement is measured
     plan_judge_block_tokens: int = 8  # about the length of a draft, see measure_block_tokens
     plan_finalists: int = 2  # candidates timed in real rounds

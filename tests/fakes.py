@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knapspec_edge.errors import ContextError, Interrupted, RollbackError
-from knapspec_edge.records import Kind, ModeKind, Pick, Plan, Sampling, SubLayer
+from knapspec_edge.records import Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
 
 TARGET = "target"
+HOLLOW = -1  # token of a cell that was filled without computing
 
 
 def chance(*parts: object) -> float:
@@ -125,6 +126,14 @@ class Costs:
         return total
 
 
+def traits_of(sublayers: Sequence[SubLayer], n_ctx: int) -> tuple[Traits, ...]:
+    """Attention reads the whole cache, an MLP none of it."""
+    return tuple(
+        Traits(2, 2000) if s.kind is Kind.MLP else Traits(1, 1000, cell_bytes=64, n_cells=n_ctx)
+        for s in sublayers
+    )
+
+
 @dataclass(frozen=True)
 class Key:
     """What a sublayer stored at one position."""
@@ -160,6 +169,7 @@ class FakeBackend:
         self.n_vocab = self.model.n_vocab
         self.max_verify_tokens = max_verify_tokens
         self.sublayers = () if refusal else sublayers_of(n_layer, parallel=parallel)
+        self.traits = traits_of(self.sublayers, n_ctx)
         self.refusal = refusal
         self.costs = costs or Costs()
         self.can_cut = can_cut
@@ -251,6 +261,27 @@ class FakeBackend:
             np.array([p.token for p in picks], dtype=np.int32),
             np.array([p.probability for p in picks], dtype=np.float32),
         )
+
+    def append(self, tokens: Sequence[int], plan: Plan | None = None) -> None:
+        before = self.now_ms
+        self._compute("append", tokens, plan)
+        # without logits: no head, and no rows for the last MLP
+        last = self.costs.mlp_ms if self.sublayers and self.sublayers[-1].kind is Kind.MLP else 0.0
+        full = self.now_ms - before
+        step = self.costs.step_ms(self.sublayers, self.n_past - len(tokens), plan)
+        self.now_ms = before + full * (1.0 - (self.costs.head_ms + last) / step)
+
+    def fill(self, n_tokens: int) -> None:
+        assert self.n_past <= n_tokens <= self.n_ctx
+        self.log.append(("fill", n_tokens))
+        for position in range(self.n_past, n_tokens):
+            self._tokens.append(HOLLOW)
+            for keys in self._keys:
+                keys[position] = Key(HOLLOW, TARGET, self._epoch)
+
+    def set_threads(self, threads: int, threads_batch: int | None = None) -> None:
+        self.log.append(("set_threads", (threads, threads_batch or threads)))
+        self.settings.update(threads=threads, threads_batch=threads_batch or threads)
 
     def truncate(self, n_tokens: int) -> None:
         call = self._truncations

@@ -302,9 +302,7 @@ class Costs:
         return ClassCost(cls, line, is_line, tuple(points)), curve
 
     def _rest(self, step_ms: float, per_class: list[float]) -> float:
-        spent = sum(
-            len(cls.members) * ms for cls, ms in zip(self.classes, per_class, strict=True)
-        )
+        spent = sum(len(cls.members) * ms for cls, ms in zip(self.classes, per_class, strict=True))
         return max(0.0, step_ms - spent)
 
     def _fit_head(self) -> None:

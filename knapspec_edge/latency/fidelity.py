@@ -121,9 +121,7 @@ class Fidelity:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "counts": [
-                [c.index, c.mode, c.context_tokens, c.agreed, c.total] for c in self.counts
-            ],
+            "counts": [[c.index, c.mode, c.context_tokens, c.agreed, c.total] for c in self.counts],
             "batch_agreed": self.batch_agreed,
             "batch_total": self.batch_total,
             "runs": self.runs,

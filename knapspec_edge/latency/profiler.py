@@ -209,9 +209,7 @@ class _Profiler:
         while len(grid) > 1:
             last_ms = self._glance(grid[-1])
             self._estimates = [(grid[0], first_ms), (grid[-1], last_ms)]
-            core_ms = sum(
-                self._step_estimate(c) * self._core_steps() for c in {grid[0], grid[-1]}
-            )
+            core_ms = sum(self._step_estimate(c) * self._core_steps() for c in {grid[0], grid[-1]})
             left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
             if core_ms <= 1.5 * left_ms or len(grid) == 2 and core_ms <= 3.0 * left_ms:
                 break
@@ -491,4 +489,3 @@ def _timed_passes(ms: float) -> int:
     if ms <= _FAST_MS:
         return _PASSES_FAST
     return 2 if ms <= _SLOW_MS else _PASSES_SLOW
-

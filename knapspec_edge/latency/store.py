@@ -32,9 +32,14 @@ def default_folder() -> Path:
 class Store:
     """Measurements by key. A key is a flat mapping of what the result depends on."""
 
-    def __init__(self, folder: Path | None = None, *, warn: Warn | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, *, warn: Warn | None = None, enabled: bool = True
+    ) -> None:
+        """`enabled` False keeps nothing and knows nothing."""
         self.folder = folder if folder is not None else default_folder()
         self._warn = warn or logging.getLogger(__name__).warning
+        self._enabled = enabled
+        self._failed = False  # said once, not for every measurement
 
     def path(self, key: Mapping[str, Any]) -> Path:
         digest = hashlib.sha256(_canonical(key).encode()).hexdigest()
@@ -42,6 +47,8 @@ class Store:
 
     def load(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """What was saved under this key, or None."""
+        if not self._enabled:
+            return None
         path = self.path(key)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -65,8 +72,14 @@ class Store:
         content: dict[str, Any] = data["content"]
         return content
 
+    def ignore(self, key: Mapping[str, Any]) -> None:
+        """Warn that what `load` returned for this key makes no sense."""
+        self._warn(f"{self.path(key)} holds no valid measurement; measuring again")
+
     def save(self, key: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
         """Write atomically; False with one warning where that is not possible."""
+        if not self._enabled:
+            return False
         path = self.path(key)
         known = json.loads(_canonical(key))
         data = {"format": FORMAT, "version": VERSION, "key": known, "content": dict(content)}
@@ -83,10 +96,12 @@ class Store:
             if temporary is not None:
                 with suppress(OSError):
                     os.unlink(temporary)
-            self._warn(
-                f"cannot keep the measurement in {self.folder} ({error.strerror}); "
-                "it will be repeated next time"
-            )
+            if not self._failed:
+                self._failed = True
+                self._warn(
+                    f"cannot keep the measurement in {self.folder} ({error.strerror}); "
+                    "it will be repeated next time"
+                )
             return False
         return True
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..backend import Backend
-from ..latency.measure import evaluate_plans
+from ..latency.fidelity import evaluate_plans
 from ..records import Plan
 
 

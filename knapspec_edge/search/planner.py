@@ -10,24 +10,28 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
-from ..errors import Interrupted, KnapspecError
-from ..latency.measure import (
+from ..errors import ContextError, Interrupted, KnapspecError
+from ..latency import kept
+from ..latency.costs import Costs
+from ..latency.fidelity import (
     GREEDY,
-    Clock,
-    Profile,
-    Progress,
-    RoundTiming,
-    measure,
-    measure_round,
+    Fidelity,
+    Text,
+    measure_fidelity,
+    probed_indices,
+    shorten,
+    target_text,
 )
-from ..latency.model import LatencyModel
+from ..latency.profile import LatencyProfile
+from ..latency.profiler import Clock, Progress, measure_latency
+from ..latency.rounds import RoundTiming, measure_round
 from ..latency.store import Store
 from ..records import FULL, SKIP, Draft, Mode, Plan, SubLayer
 from .acceptance import Judgement, judge
@@ -36,11 +40,14 @@ from .plan_file import parse_mode
 from .throughput import Replay, expected_tokens_geometric, loss, replay, tokens_per_ms
 
 # Grows when a stored measurement means something else than before.
-_MEASUREMENT = 1
+_MEASUREMENT = 2
 # Rounds timed per finalist, where the model is fast enough.
 _ROUND_REPEATS = 7
-# Shares of the progress bar: profile, judging, real rounds.
-_PROFILE_SHARE, _JUDGE_SHARE = 0.75, 0.9
+# Shares of the progress bar at which latency, fidelity and judging end; then come real rounds.
+_LATENCY_SHARE, _FIDELITY_SHARE, _JUDGE_SHARE = 0.4, 0.75, 0.9
+# Levels of effort as shares of the configured window. Slow models go down the list.
+_WINDOW_SHARES = (1.0, 0.8, 0.65, 0.5, 0.35)
+_MIN_WINDOW_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,27 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a decision rests on. Costs are looked up at the end of the text's prompt."""
+
+    costs: Costs
+    text: Text
+    fidelity: Fidelity
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.text.prompt)
+
+    @property
+    def step_ms(self) -> float:
+        return self.costs.step_ms(self.context_tokens)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.costs.profile.notes + self.fidelity.notes
+
+
+@dataclass(frozen=True)
 class Decision:
     """What auto does, and what `--spec on` would do."""
 
@@ -67,7 +95,7 @@ class Decision:
     predicted_ratio: float | None = None  # of that draft
     baseline_per_second: float | None = None  # plain decoding as measured
     alternatives: tuple[Alternative, ...] = ()  # best first
-    profile: Profile | None = None
+    measured: Measured | None = None
     from_cache: bool = False  # nothing was measured now
 
 
@@ -102,27 +130,39 @@ def decide(
         return Decision("off", "off: no sublayers were found in this model")
     if backend.max_verify_tokens < 2:
         return Decision("off", "off: this context verifies one token at a time")
+    store = store if store is not None else Store(enabled=False)
     key = measurement_key(backend, model_key, calibration_tokens, config)
-    stored = store.load(key) if store is not None else None
-    if stored is not None:
+    latency_key = kept.latency_key(backend, model_key)
+    latency = kept.load_latency(store, latency_key, backend)
+    now = time.time()
+    if latency is not None and latency.spread > config.measure_max_spread:
+        age_seconds = now - latency.measured_at
+        if not 0.0 <= age_seconds <= config.measure_retry_seconds:
+            latency = None
+    stored = store.load(key) if latency is not None else None
+    if stored is not None and latency is not None:
         try:
-            profile, finalists = _from_json(stored, len(backend.sublayers))
-            age_seconds = time.time() - float(stored["measured_at"])
+            if stored["latency_at"] == latency.measured_at:
+                text, fidelity, finalists = _from_json(stored, len(backend.sublayers))
+                measured = Measured(Costs(latency), text, fidelity)
+                return choose(measured, finalists, backend.sublayers, config, from_cache=True)
         except (KeyError, TypeError, ValueError, AttributeError):
-            pass  # written by another version: measure again
-        else:
-            expired = not 0.0 <= age_seconds <= config.measure_retry_seconds
-            if not (expired and _too_noisy(profile, config)):
-                return choose(profile, finalists, backend.sublayers, config, from_cache=True)
+            store.ignore(key)
     try:
-        profile, finalists = _measure_all(backend, calibration_tokens, config, progress, clock)
+        measured, finalists = _measure_all(
+            backend, latency, calibration_tokens, config, progress, clock
+        )
     except Interrupted:
         raise
     except KnapspecError as error:
         return Decision("off", f"off: the measurement failed: {error}")
-    if store is not None:
-        store.save(key, {"measured_at": time.time(), **_to_json(profile, finalists)})
-    return choose(profile, finalists, backend.sublayers, config)
+    profile = measured.costs.profile
+    if latency is None:
+        kept.save_latency(store, latency_key, profile)
+    content = {"latency_at": profile.measured_at, **_to_json(measured, finalists)}
+    store.save(key, content)
+    kept.add_fidelity(store, kept.fidelity_key(backend, model_key), backend, measured.fidelity)
+    return choose(measured, finalists, backend.sublayers, config)
 
 
 def measurement_key(
@@ -134,14 +174,10 @@ def measurement_key(
     """What a stored measurement depends on."""
     # The size of the context only matters where it cuts the measurement short.
     most = config.measure_context_tokens + config.measure_window_tokens + 1
-    settings = dict(getattr(backend, "settings", {}))
-    settings.pop("ctx_tokens", None)
     text = ",".join(str(t) for t in calibration_tokens)
     return {
-        "measurement": _MEASUREMENT,
-        "model": model_key if isinstance(model_key, str) else dict(model_key),
-        "settings": settings,
-        "sublayers": len(backend.sublayers),
+        **kept.latency_key(backend, model_key),
+        "decision": _MEASUREMENT,
         "context": min(backend.n_ctx, most),
         "verify": min(backend.max_verify_tokens, config.measure_verify_max),
         "calibration": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -149,7 +185,7 @@ def measurement_key(
 
 
 def candidate_plans(
-    profile: Profile, sublayers: tuple[SubLayer, ...], config: Config = DEFAULTS
+    measured: Measured, sublayers: tuple[SubLayer, ...], config: Config = DEFAULTS
 ) -> list[Plan]:
     """The shortlist: plans worth measuring jointly, from the cheapest cut to the deepest.
 
@@ -159,18 +195,18 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    model = LatencyModel(profile, sublayers)
-    # at least a microsecond, so that a clock that stands still divides nothing by zero
-    unit_ms = max(0.001, model.step_ms / config.plan_latency_units)
-    samples = len(profile.window)
+    costs = measured.costs
+    weights, _ = costs.integer_weights(
+        measured.context_tokens, largest_error=config.plan_rounding_error
+    )
     modes: list[tuple[Mode, ...]] = []
     items: list[tuple[Option, ...]] = []
-    for item in profile.items:
+    for item in measured.fidelity.agreements(sublayers):
         # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
-        units = 1 if profile.blind else round(model.saving_ms(item.index) / unit_ms)
+        units = 1 if costs.blind else int(weights[item.index])
         if units >= 1 and item.agreement >= config.plan_floor_agreement:
             modes.append((FULL, SKIP))
-            items.append((Option(0, 0.0), Option(units, loss(item.agreement, samples))))
+            items.append((Option(0, 0.0), Option(units, loss(item.agreement, item.total))))
         else:
             modes.append((FULL,))
             items.append((Option(0, 0.0),))
@@ -181,7 +217,7 @@ def candidate_plans(
     best: dict[int, tuple[float, Plan]] = {}
     for solution in solutions:
         plan = Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True)))
-        rate = _geometric_rate(model, plan, math.exp(-solution.loss), config)
+        rate = _geometric_rate(measured, plan, math.exp(-solution.loss), config)
         part = math.isqrt(config.plan_shortlist**2 * (solution.saving_units - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, plan)
@@ -189,7 +225,7 @@ def candidate_plans(
 
 
 def choose(
-    profile: Profile,
+    measured: Measured,
     finalists: Sequence[Finalist],
     sublayers: tuple[SubLayer, ...],
     config: Config = DEFAULTS,
@@ -198,26 +234,28 @@ def choose(
 ) -> Decision:
     """The decision that follows from a measurement. Computes only."""
     ranked = sorted(
-        filter(None, (_best_length(profile, f, sublayers, config) for f in finalists)),
+        filter(None, (_best_length(measured, f, config) for f in finalists)),
         key=lambda a: (a.timed, a.predicted_ratio),
         reverse=True,
     )
-    baseline = 1000.0 / profile.step.median_ms if profile.step.median_ms > 0.0 else None
+    baseline = 1000.0 / measured.step_ms
     if not ranked:
-        worst = max((i.agreement for i in profile.items), default=0.0)
+        items = measured.fidelity.agreements(sublayers)
+        worst = max((i.agreement for i in items), default=0.0)
         return Decision(
             "off",
             "off: no sublayer can be left out: the most harmless single skip keeps only "
             f"{worst:.2f} of the picks",
             baseline_per_second=baseline,
-            profile=profile,
+            measured=measured,
             from_cache=from_cache,
         )
     best = ranked[0]
-    noisy = _too_noisy(profile, config)
+    noisy = _too_noisy(measured.costs, config)
     on = not noisy and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
     if noisy:
-        step = profile.step
+        steps = measured.costs.profile.steps()
+        step = max(steps, key=lambda s: s.timing.relative_spread).timing
         reason = (
             f"off: the machine was too busy to measure (a step took {step.low_ms:.1f} to "
             f"{step.high_ms:.1f} ms); it will be measured again later"
@@ -231,7 +269,7 @@ def choose(
         best.predicted_ratio,
         baseline,
         tuple(ranked),
-        profile,
+        measured,
         from_cache,
     )
 
@@ -251,45 +289,47 @@ def _reason(best: Alternative, on: bool, n_sublayers: int, config: Config) -> st
     return f"off: the best draft {figures}"
 
 
-def _too_noisy(profile: Profile, config: Config) -> bool:
+def _too_noisy(costs: Costs, config: Config) -> bool:
     """A measurement that says more about what else ran than about the model."""
-    return profile.blind or profile.spread > config.measure_max_spread
+    return costs.blind or costs.profile.spread > config.measure_max_spread
 
 
-def _geometric_rate(model: LatencyModel, plan: Plan, alpha: float, config: Config) -> float:
-    draft_ms = model.draft_ms(plan)
+def _geometric_rate(measured: Measured, plan: Plan, alpha: float, config: Config) -> float:
+    costs, context = measured.costs, measured.context_tokens
+    draft_ms = costs.draft_ms(plan, context)
     return max(
         tokens_per_ms(
-            expected_tokens_geometric(alpha, gamma), gamma, draft_ms, model.verify_ms(gamma + 1)
+            expected_tokens_geometric(alpha, gamma),
+            gamma,
+            draft_ms,
+            costs.verify_ms(context, gamma + 1),
         )
-        for gamma in _lengths(model, config)
+        for gamma in _lengths(costs, config)
     )
 
 
-def _lengths(model: LatencyModel, config: Config) -> range:
-    return range(1, min(config.draft_max_tokens, model.max_verify_tokens - 1) + 1)
+def _lengths(costs: Costs, config: Config) -> range:
+    return range(1, min(config.draft_max_tokens, costs.max_width - 1) + 1)
 
 
-def _best_length(
-    profile: Profile, finalist: Finalist, sublayers: tuple[SubLayer, ...], config: Config
-) -> Alternative | None:
+def _best_length(measured: Measured, finalist: Finalist, config: Config) -> Alternative | None:
     """The γ with the best predicted speed for one plan; of equal ones the shortest."""
-    model = LatencyModel(profile, sublayers)
+    costs, context = measured.costs, measured.context_tokens
     judgement, timing = finalist.judgement, finalist.timing
     plan = judgement.plan
-    step_ms, draft_ms, verify_scale = model.step_ms, model.draft_ms(plan), 1.0
+    step_ms, draft_ms, verify_scale = measured.step_ms, costs.draft_ms(plan, context), 1.0
     if timing is not None:
         step_ms, draft_ms = timing.plain_step_ms, timing.draft_step_ms
         # The curve keeps its shape; its height is that of the pass in a real round.
-        verify_scale = timing.verify_ms / model.verify_ms(timing.draft_tokens + 1)
+        verify_scale = timing.verify_ms / costs.verify_ms(context, timing.draft_tokens + 1)
 
     def verify_ms(tokens: int) -> float:
         # Several tokens never cost less than one; a measurement that says so was disturbed.
-        return max(step_ms, verify_scale * model.verify_ms(tokens))
+        return max(step_ms, verify_scale * costs.verify_ms(context, tokens))
 
     best: tuple[int, Replay] | None = None
     # Every length is replayed from the same places, or a lucky place would favour one of them.
-    lengths = [g for g in _lengths(model, config) if 2 * g <= len(judgement.agree) + 1]
+    lengths = [g for g in _lengths(costs, config) if 2 * g <= len(judgement.agree) + 1]
     starts = len(judgement.agree) - max(lengths, default=0) + 1
     for gamma in lengths:
         result = replay(
@@ -318,76 +358,222 @@ def _best_length(
     )
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much is judged. `probe_stride` k means every k-th sublayer of a kind."""
+
+    window_tokens: int
+    probe_stride: int
+
+    def expected_ms(self, step_ms: float, token_ms: float, n_items: int, config: Config) -> float:
+        """Rough cost of it all if a pass of b tokens takes step_ms + (b - 1) * token_ms."""
+        blocks = -(-self.window_tokens // config.measure_block_tokens)
+        window_pass = blocks * step_ms + self.window_tokens * token_ms
+        judge_blocks = -(-self.window_tokens // config.plan_judge_block_tokens)
+        judge_pass = judge_blocks * step_ms + self.window_tokens * token_ms
+        probes = -(-n_items // self.probe_stride)
+        drafted = config.draft_max_tokens
+        finals = 3 * config.plan_finalists * (2 * drafted * step_ms + drafted * token_ms)
+        return (
+            self.window_tokens * step_ms
+            + (probes + 2) * window_pass
+            + config.plan_shortlist * judge_pass
+            + finals
+        )
+
+
+def choose_effort(
+    step_ms: float, token_ms: float, n_items: int, budget_ms: float, config: Config
+) -> Effort:
+    """The most thorough effort that fits the budget; the least one if none does."""
+    windows = [
+        max(_MIN_WINDOW_TOKENS, round(share * config.measure_window_tokens))
+        for share in _WINDOW_SHARES
+    ]
+    most_stride = max(1, n_items // config.measure_min_probes)
+    options = [Effort(window, 1) for window in windows]
+    options += [Effort(windows[-1], k) for k in range(2, most_stride + 1)]
+    # The shortest window comes last of all: what it says about an item is coarse.
+    options.append(Effort(_MIN_WINDOW_TOKENS, most_stride))
+    for effort in options:
+        if effort.expected_ms(step_ms, token_ms, n_items, config) <= budget_ms:
+            return effort
+    return options[-1]
+
+
 def _measure_all(
     backend: Backend,
+    latency: LatencyProfile | None,
     calibration_tokens: Sequence[int],
     config: Config,
     progress: Progress | None,
     clock: Clock,
-) -> tuple[Profile, list[Finalist]]:
-    """Profile, judge the shortlist, time the best of it. The cache is empty before and after."""
-    report = progress or (lambda _: None)
-    try:
-        profile = measure(
+) -> tuple[Measured, list[Finalist]]:
+    """Latency unless it is known, fidelity, joint agreement of the shortlist, and real rounds with
+    the best of it. The cache is empty before and after."""
+    if len(calibration_tokens) < 2:
+        raise ValueError("the measurement needs at least 2 calibration tokens")
+    if backend.n_past:
+        raise ValueError("the measurement needs an empty cache")
+    started = clock()
+    budget_ms = 1000.0 * config.measure_budget_seconds
+    shown = 0.0
+
+    def report(share: float) -> None:
+        nonlocal shown
+        shown = max(shown, min(share, 1.0))
+        if progress is not None:
+            progress(shown)
+
+    def spent_ms() -> float:
+        return 1000.0 * (clock() - started)
+
+    def report_time(most: float) -> Callable[[], None]:
+        """Progress by the clock, not beyond the end of the present phase."""
+        return lambda: report(min(most, spent_ms() / budget_ms))
+
+    if latency is None:
+        latency = measure_latency(
             backend,
-            calibration_tokens,
-            config,
-            progress=lambda share: report(_PROFILE_SHARE * share),
+            budget_seconds=_LATENCY_SHARE * config.measure_budget_seconds,
+            tokens=calibration_tokens,
+            limit_tokens=min(backend.n_ctx, config.measure_limit_tokens),
+            max_width=config.measure_verify_max,
+            config=config,
+            progress=lambda share: report(_LATENCY_SHARE * share),
             clock=clock,
-            keep_prompt=True,
         )
-        plans = candidate_plans(profile, backend.sublayers, config)
-        n_finalists = config.plan_finalists
-        if profile.elapsed_ms > profile.budget_ms:
-            # Out of time: neither the shallowest nor the deepest, and only one is timed.
-            plans = plans[1:4] or plans
-            n_finalists = 1
-        done = 0
-        passes = max(1, len(plans) * -(-len(profile.window) // config.plan_judge_block_tokens))
-
-        def judged_one() -> None:
-            nonlocal done
-            done += 1
-            share = min(1.0, done / passes)
-            report(_PROFILE_SHARE + share * (_JUDGE_SHARE - _PROFILE_SHARE))
-
-        judgements = judge(
-            backend, profile.window, plans, config.plan_judge_block_tokens, judged_one
+    else:
+        budget_ms *= 1.0 - _LATENCY_SHARE
+    costs = Costs(latency)
+    try:
+        prompt, window_room = _prompt(backend, costs, calibration_tokens, budget_ms, config)
+        step_ms = costs.step_ms(len(prompt))
+        effort = choose_effort(
+            step_ms,
+            _token_ms(costs, len(prompt)),
+            len(backend.sublayers),
+            budget_ms - spent_ms(),
+            config,
         )
-        finalists = [Finalist(j) for j in judgements]
-        order = _by_speed(profile, finalists, backend.sublayers, config)
-        timed = order[:n_finalists]
-        for n, (row, gamma) in enumerate(timed):
-            timing = measure_round(
-                backend,
-                profile.window,
-                judgements[row].plan,
-                gamma,
-                _round_repeats(profile, gamma),
-                clock=clock,
-            )
-            finalists[row] = Finalist(judgements[row], timing)
-            report(_JUDGE_SHARE + (n + 1) / len(timed) * (1.0 - _JUDGE_SHARE))
-        rows = [row for row, _ in timed]
-        again = _judge_afresh(backend, profile, [judgements[row].plan for row in rows], config)
-        for row, judgement in zip(rows, again, strict=False):
-            finalists[row] = Finalist(judgement, finalists[row].timing)
+        text = target_text(
+            backend,
+            prompt,
+            min(effort.window_tokens, window_room),
+            report_time(_FIDELITY_SHARE),
+        )
+
+        def late() -> bool:
+            # the estimate was wrong or the machine got busy: time to make do
+            return spent_ms() > config.measure_overrun * budget_ms
+
+        stride = effort.probe_stride
+        if late():
+            stride = max(stride, len(backend.sublayers) // config.measure_min_probes)
+        fidelity = measure_fidelity(
+            backend,
+            text,
+            probed_indices(backend.sublayers, stride),
+            config.measure_block_tokens,
+            report=report_time(_FIDELITY_SHARE),
+            enough=late,
+        )
+        measured = Measured(costs, text, fidelity)
+        finalists = _finalists(
+            backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
+        )
     finally:
         rewind(backend, 0)
     report(1.0)
-    return profile, finalists
+    return measured, finalists
+
+
+def _token_ms(costs: Costs, context_tokens: int) -> float:
+    """Cost of a further token in a pass."""
+    width = costs.max_width
+    if width < 2:
+        return costs.step_ms(context_tokens)
+    wide = costs.verify_ms(context_tokens, width) - costs.step_ms(context_tokens)
+    return wide / (width - 1)
+
+
+def _prompt(
+    backend: Backend, costs: Costs, tokens: Sequence[int], budget_ms: float, config: Config
+) -> tuple[list[int], int]:
+    """As much of the calibration prompt as the model's speed and the context allow, and how many
+    tokens of the target's own fit behind it."""
+    room = backend.n_ctx - _MIN_WINDOW_TOKENS - 2
+    if room < 4:
+        raise ContextError(
+            f"measuring takes a context of {_MIN_WINDOW_TOKENS + 6} tokens, this one has "
+            f"{backend.n_ctx}; raise --ctx"
+        )
+    longest = min(config.measure_context_tokens, len(tokens), room)
+    shortest = min(config.measure_min_context_tokens, longest)
+    affordable = int(0.15 * budget_ms / max(1e-6, _token_ms(costs, shortest)))
+    prompt = shorten(tokens, max(shortest, min(longest, affordable)))
+    return prompt, backend.n_ctx - len(prompt) - 1
+
+
+def _finalists(
+    backend: Backend,
+    measured: Measured,
+    config: Config,
+    clock: Clock,
+    report: Callable[[float], None],
+    *,
+    hurry: bool,
+) -> list[Finalist]:
+    """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
+    plans = candidate_plans(measured, backend.sublayers, config)
+    n_finalists = config.plan_finalists
+    if hurry:
+        # Out of time: neither the shallowest nor the deepest, and only one is timed.
+        plans = plans[1:4] or plans
+        n_finalists = 1
+    window = measured.text.window
+    passes = max(1, len(plans) * -(-len(window) // config.plan_judge_block_tokens))
+    done = 0
+
+    def judged_one() -> None:
+        nonlocal done
+        done += 1
+        span = _JUDGE_SHARE - _FIDELITY_SHARE
+        report(_FIDELITY_SHARE + min(1.0, done / passes) * span)
+
+    report(_FIDELITY_SHARE)
+    # the prompt is in the cache
+    judgements = judge(backend, window, plans, config.plan_judge_block_tokens, judged_one)
+    finalists = [Finalist(j) for j in judgements]
+    timed = _by_speed(measured, finalists, config)[:n_finalists]
+    for n, (row, gamma) in enumerate(timed):
+        timing = measure_round(
+            backend,
+            window,
+            judgements[row].plan,
+            gamma,
+            _round_repeats(measured, gamma, config),
+            clock=clock,
+        )
+        finalists[row] = Finalist(judgements[row], timing)
+        report(_JUDGE_SHARE + (n + 1) / len(timed) * (1.0 - _JUDGE_SHARE))
+    rows = [row for row, _ in timed]
+    again = _judge_afresh(backend, measured, [judgements[row].plan for row in rows], config)
+    for row, judgement in zip(rows, again, strict=False):
+        finalists[row] = Finalist(judgement, finalists[row].timing)
+    return finalists
 
 
 def _judge_afresh(
-    backend: Backend, profile: Profile, plans: Sequence[Plan], config: Config
+    backend: Backend, measured: Measured, plans: Sequence[Plan], config: Config
 ) -> list[Judgement]:
     """Agreement of the finalists on the target's tokens after the window.
 
     They were chosen for how well they do on the window, so what they do there flatters them. Empty
     where time or context leave no room for this. The cache is left at the end of the prompt.
     """
-    start, window = backend.n_past, list(profile.window)
-    affordable = int(0.1 * profile.budget_ms / max(0.001, profile.step.median_ms))
+    start, window = backend.n_past, list(measured.text.window)
+    affordable = int(100.0 * config.measure_budget_seconds / measured.step_ms)
     n = min(config.plan_fresh_tokens, affordable, backend.n_ctx - start - len(window) - 1)
     if not plans or n < 2 * config.plan_judge_block_tokens:
         return []
@@ -401,30 +587,29 @@ def _judge_afresh(
     return judged
 
 
-def _round_repeats(profile: Profile, gamma: int) -> int:
+def _round_repeats(measured: Measured, gamma: int, config: Config) -> int:
     """How often rounds are timed: often enough for a median, within a tenth of the budget."""
     # two rounds of about two steps and a draft each, and some plain steps
     steps = 2 * (gamma + 2) + 4
-    affordable = int(0.1 * profile.budget_ms / max(0.001, steps * profile.step.median_ms))
+    affordable = int(100.0 * config.measure_budget_seconds / (steps * measured.step_ms))
     return max(2, min(_ROUND_REPEATS, affordable))
 
 
 def _by_speed(
-    profile: Profile,
-    finalists: Sequence[Finalist],
-    sublayers: tuple[SubLayer, ...],
-    config: Config,
+    measured: Measured, finalists: Sequence[Finalist], config: Config
 ) -> list[tuple[int, int]]:
     """(row, γ) of the finalists that have a length, fastest first."""
-    found = [(row, _best_length(profile, f, sublayers, config)) for row, f in enumerate(finalists)]
+    found = [(row, _best_length(measured, f, config)) for row, f in enumerate(finalists)]
     ranked = [(row, a) for row, a in found if a is not None]
     ranked.sort(key=lambda pair: pair[1].predicted_ratio, reverse=True)
     return [(row, a.draft.max_tokens) for row, a in ranked]
 
 
-def _to_json(profile: Profile, finalists: Sequence[Finalist]) -> dict[str, Any]:
+def _to_json(measured: Measured, finalists: Sequence[Finalist]) -> dict[str, Any]:
     return {
-        "profile": profile.to_json(),
+        "prompt": list(measured.text.prompt),
+        "window": list(measured.text.window),
+        "fidelity": measured.fidelity.to_json(),
         "finalists": [
             {
                 "modes": [str(m) for m in f.judgement.plan.modes],
@@ -437,8 +622,9 @@ def _to_json(profile: Profile, finalists: Sequence[Finalist]) -> dict[str, Any]:
     }
 
 
-def _from_json(data: dict[str, Any], n_sublayers: int) -> tuple[Profile, list[Finalist]]:
-    profile = Profile.from_json(data["profile"])
+def _from_json(data: dict[str, Any], n_sublayers: int) -> tuple[Text, Fidelity, list[Finalist]]:
+    text = Text(tuple(int(t) for t in data["prompt"]), tuple(int(t) for t in data["window"]))
+    fidelity = Fidelity.from_json(data["fidelity"], n_sublayers)
     finalists = []
     for entry in data["finalists"]:
         plan = Plan(tuple(parse_mode(m) for m in entry["modes"]))
@@ -451,4 +637,4 @@ def _from_json(data: dict[str, Any], n_sublayers: int) -> tuple[Profile, list[Fi
         )
         timing = entry["timing"]
         finalists.append(Finalist(judgement, None if timing is None else RoundTiming(**timing)))
-    return profile, finalists
+    return text, fidelity, finalists
