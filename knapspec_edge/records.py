@@ -150,6 +150,16 @@ class TokenEvent:
     margin: float | None = None  # of the target's pick, see Pick
 
 
+@dataclass(frozen=True)
+class RoundTimes:
+    """Times of one round of the decoding loop."""
+
+    context_tokens: int  # in the cache before the round
+    drafted: int  # 0: a plain step, whose time is verify_ms
+    draft_ms: float  # of all drafted tokens together
+    verify_ms: float
+
+
 @dataclass
 class Stats:
     """Counters of one generation. `draft_n` and `draft_n_accepted` are llama.cpp's names.

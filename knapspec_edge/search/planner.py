@@ -185,7 +185,11 @@ def measurement_key(
 
 
 def candidate_plans(
-    measured: Measured, sublayers: tuple[SubLayer, ...], config: Config = DEFAULTS
+    costs: Costs,
+    fidelity: Fidelity,
+    context_tokens: int,
+    sublayers: tuple[SubLayer, ...],
+    config: Config = DEFAULTS,
 ) -> list[Plan]:
     """The shortlist: plans worth measuring jointly, from the cheapest cut to the deepest.
 
@@ -195,13 +199,10 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    costs = measured.costs
-    weights, _ = costs.integer_weights(
-        measured.context_tokens, largest_error=config.plan_rounding_error
-    )
+    weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
     modes: list[tuple[Mode, ...]] = []
     items: list[tuple[Option, ...]] = []
-    for item in measured.fidelity.agreements(sublayers):
+    for item in fidelity.agreements(sublayers):
         # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
         units = 1 if costs.blind else int(weights[item.index])
         if units >= 1 and item.agreement >= config.plan_floor_agreement:
@@ -217,7 +218,7 @@ def candidate_plans(
     best: dict[int, tuple[float, Plan]] = {}
     for solution in solutions:
         plan = Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True)))
-        rate = _geometric_rate(measured, plan, math.exp(-solution.loss), config)
+        rate = geometric_rate(costs, context_tokens, plan, math.exp(-solution.loss), config)
         part = math.isqrt(config.plan_shortlist**2 * (solution.saving_units - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, plan)
@@ -294,15 +295,17 @@ def _too_noisy(costs: Costs, config: Config) -> bool:
     return costs.blind or costs.profile.spread > config.measure_max_spread
 
 
-def _geometric_rate(measured: Measured, plan: Plan, alpha: float, config: Config) -> float:
-    costs, context = measured.costs, measured.context_tokens
-    draft_ms = costs.draft_ms(plan, context)
+def geometric_rate(
+    costs: Costs, context_tokens: int, plan: Plan, alpha: float, config: Config = DEFAULTS
+) -> float:
+    """Tokens per ms of a plan whose every pick agrees with chance alpha, with the best length."""
+    draft_ms = costs.draft_ms(plan, context_tokens)
     return max(
         tokens_per_ms(
             expected_tokens_geometric(alpha, gamma),
             gamma,
             draft_ms,
-            costs.verify_ms(context, gamma + 1),
+            costs.verify_ms(context_tokens, gamma + 1),
         )
         for gamma in _lengths(costs, config)
     )
@@ -525,7 +528,9 @@ def _finalists(
     hurry: bool,
 ) -> list[Finalist]:
     """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
-    plans = candidate_plans(measured, backend.sublayers, config)
+    plans = candidate_plans(
+        measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers, config
+    )
     n_finalists = config.plan_finalists
     if hurry:
         # Out of time: neither the shallowest nor the deepest, and only one is timed.
