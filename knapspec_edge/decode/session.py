@@ -119,7 +119,8 @@ class Session:
         None means up to the end of the context; prompt and answer together never exceed n_ctx
         tokens. `guard` is for auto mode: it may go on plainly in the middle. `reuse` False computes
         the prompt from its first token, so that batch shapes do not depend on what came before.
-        `watch` sees the times of every round. `progress(done, total)` counts the prompt tokens that had to be computed.
+        `watch` sees the times of every round. `progress(done, total)` counts the prompt tokens that
+        had to be computed.
 
         Raises at once: ContextError if the prompt leaves no room, PlanError if the draft cannot be
         honoured, UsageError for a limit below 1 or an empty prompt. Raises while iterating:

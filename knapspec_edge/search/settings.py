@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,11 @@ class Candidate:
         Whoever speculates may also decode plainly, so the better of the two counts there.
         """
         plain = float(np.interp(context_tokens, self.contexts, self.plain_ms))
-        if purpose == "plain":
-            return plain
-        return min(plain, float(np.interp(context_tokens, self.contexts, self.speculation_ms)))
+        return plain if purpose == "plain" else min(plain, self.speculation_at(context_tokens))
+
+    def speculation_at(self, context_tokens: int) -> float:
+        """Predicted time per token with the best draft found, whether it pays or not."""
+        return float(np.interp(context_tokens, self.contexts, self.speculation_ms))
 
 
 def candidate(
@@ -97,6 +99,28 @@ def _speculation_ms(
         for plan in candidate_plans(costs, fidelity, context_tokens, sublayers, config)
     ]
     return 1.0 / max(rates) if rates else costs.step_ms(context_tokens)
+
+
+def normalised(
+    candidates: Sequence[Candidate], ratios: Mapping[int, Sequence[float]]
+) -> list[Candidate]:
+    """Profiles of several settings are measured one after the other, on a machine that drifts; the
+    ratios of their plain steps, by context, were measured in turn. All times of a candidate are
+    scaled so that its plain steps stand in those ratios to the first candidate's."""
+    if not ratios or len(candidates) < 2:
+        return list(candidates)
+    first = candidates[0]
+    contexts = sorted(ratios)
+    scaled = [first]
+    for i, c in enumerate(candidates[1:], start=1):
+        factors = [ratios[n][i] * first.ms(n, "plain") / c.ms(n, "plain") for n in contexts]
+
+        def by(times: tuple[float, ...], of: Candidate = c, f: list[float] = factors) -> Any:
+            at = np.interp(of.contexts, contexts, f)
+            return tuple(float(ms * factor) for ms, factor in zip(times, at, strict=True))
+
+        scaled.append(replace(c, plain_ms=by(c.plain_ms), speculation_ms=by(c.speculation_ms)))
+    return scaled
 
 
 def choose(
