@@ -195,6 +195,8 @@ class Stats:
     finish_reason: str | None = None
     # why auto went on plainly in the middle of this answer (decode.guard), or None
     speculation_stopped: str | None = None
+    # that passes take longer or shorter than they did when this machine was measured, or None
+    drift: str | None = None
 
     @property
     def predicted_per_second(self) -> float:

@@ -512,7 +512,7 @@ class _Run:
 
     def _keep_settings(self, candidates: Sequence[best_settings.Candidate]) -> None:
         """Those of other types of keys and values that were measured before stay."""
-        key = best_settings.settings_key(self.model_key, self.model.gpu_layers)
+        key = best_settings.settings_key(self.model_key, self.options.gpu_layers)
         known: tuple[best_settings.Candidate, ...] = ()
         stored = self.store.load(key)
         if stored is not None:

@@ -22,6 +22,9 @@ class Correction:
     verify: float = 1.0
 
 
+NO_CORRECTION = Correction()
+
+
 class DriftTracker:
     """Medians of the latest `drift_kept_rounds` rounds of each kind.
 
@@ -68,7 +71,7 @@ class DriftTracker:
             if len(logs) >= self._config.drift_min_rounds
         }
         if not known:
-            return Correction()
+            return NO_CORRECTION
         others = known.get("step", statistics.median(known.values()))
         return Correction(**{kind: known.get(kind, others) for kind in self._logs})
 

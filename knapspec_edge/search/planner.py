@@ -20,6 +20,7 @@ from ..decode.rollback import rewind
 from ..errors import ContextError, Interrupted, KnapspecError
 from ..latency import kept
 from ..latency.costs import Costs
+from ..latency.drift import NO_CORRECTION, Correction
 from ..latency.fidelity import (
     GREEDY,
     Fidelity,
@@ -96,6 +97,7 @@ class Decision:
     baseline_per_second: float | None = None  # plain decoding as measured
     alternatives: tuple[Alternative, ...] = ()  # best first
     measured: Measured | None = None
+    finalists: tuple[Finalist, ...] = ()  # what `alternatives` were computed from
     from_cache: bool = False  # nothing was measured now
 
 
@@ -232,14 +234,18 @@ def choose(
     config: Config = DEFAULTS,
     *,
     from_cache: bool = False,
+    correction: Correction = NO_CORRECTION,
 ) -> Decision:
-    """The decision that follows from a measurement. Computes only."""
+    """The decision that follows from a measurement. Computes only.
+
+    `correction`: how the times of recent rounds compare with what was measured.
+    """
     ranked = sorted(
-        filter(None, (_best_length(measured, f, config) for f in finalists)),
+        filter(None, (_best_length(measured, f, config, correction) for f in finalists)),
         key=lambda a: (a.timed, a.predicted_ratio),
         reverse=True,
     )
-    baseline = 1000.0 / measured.step_ms
+    baseline = 1000.0 / (correction.step * measured.step_ms)
     if not ranked:
         items = measured.fidelity.agreements(sublayers)
         worst = max((i.agreement for i in items), default=0.0)
@@ -271,6 +277,7 @@ def choose(
         baseline,
         tuple(ranked),
         measured,
+        tuple(finalists),
         from_cache,
     )
 
@@ -315,7 +322,12 @@ def _lengths(costs: Costs, config: Config) -> range:
     return range(1, min(config.draft_max_tokens, costs.max_width - 1) + 1)
 
 
-def _best_length(measured: Measured, finalist: Finalist, config: Config) -> Alternative | None:
+def _best_length(
+    measured: Measured,
+    finalist: Finalist,
+    config: Config,
+    correction: Correction = NO_CORRECTION,
+) -> Alternative | None:
     """The γ with the best predicted speed for one plan; of equal ones the shortest."""
     costs, context = measured.costs, measured.context_tokens
     judgement, timing = finalist.judgement, finalist.timing
@@ -325,6 +337,9 @@ def _best_length(measured: Measured, finalist: Finalist, config: Config) -> Alte
         step_ms, draft_ms = timing.plain_step_ms, timing.draft_step_ms
         # The curve keeps its shape; its height is that of the pass in a real round.
         verify_scale = timing.verify_ms / costs.verify_ms(context, timing.draft_tokens + 1)
+    step_ms *= correction.step
+    draft_ms *= correction.draft
+    verify_scale *= correction.verify
 
     def verify_ms(tokens: int) -> float:
         # Several tokens never cost less than one; a measurement that says so was disturbed.
