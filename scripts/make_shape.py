@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import gguf
 import numpy as np
@@ -262,7 +262,7 @@ class RandomTensor:
         for start in range(0, self._n_blocks, step):
             self._slice(min(step, self._n_blocks - start)).tofile(stream)
 
-    def _slice(self, count: int) -> NDArray[np.generic]:
+    def _slice(self, count: int) -> NDArray[Any]:
         if len(self.dims) == 1:
             return np.ones(count, dtype=np.float32)
         spread = 1.0 / math.sqrt(self.dims[-1])  # keeps activations at their size
@@ -273,9 +273,11 @@ class RandomTensor:
         exponent = round(math.log2(spread / 1.53))
         if self.type_name == "F16":
             half = _random_bytes(self._rng, 2 * count).view(np.uint16)
-            return (half & 0x83FF) | np.uint16((exponent + 15) << 10)
+            values: NDArray[Any] = (half & 0x83FF) | np.uint16((exponent + 15) << 10)
+            return values
         single = _random_bytes(self._rng, 4 * count).view(np.uint32)
-        return (single & 0x807F_FFFF) | np.uint32((exponent + 127) << 23)
+        values = (single & 0x807F_FFFF) | np.uint32((exponent + 127) << 23)
+        return values
 
 
 def write_shape(shape: Shape, file_type: str, target: Path, *, name: str, seed: int = 0) -> None:
@@ -311,7 +313,7 @@ def write_shape(shape: Shape, file_type: str, target: Path, *, name: str, seed: 
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for tensor in made:
-                writer.write_tensor_data(tensor)
+                writer.write_tensor_data(tensor)  # type: ignore[arg-type]  # enough of an array
         finally:
             writer.close()
 
