@@ -572,6 +572,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
         trained = model.n_ctx_train or DEFAULTS.ctx_tokens
         ctx_tokens = options.ctx or min(trained, DEFAULTS.ctx_tokens)
 
+        _most_context(ctx_tokens)  # before anything is measured
+
         def open_backend() -> Any:
             return native.open_context(
                 model,
@@ -620,23 +622,20 @@ def _most_context(ctx_tokens: int) -> int:
 def _check_predictions(
     backend: Backend, options: argparse.Namespace, rng: random.Random, terminal: Terminal
 ) -> dict[str, Any]:
-    most = _most_context(backend.n_ctx)
     profile = measure_latency(
         backend,
         budget_seconds=options.budget,
         progress=lambda share: terminal.progress("measuring the profile", share),
     )
     costs = Costs(profile)
+    longest = min(_most_context(backend.n_ctx), profile.limit_tokens)
     contexts = random_contexts(
-        rng,
-        options.contexts,
-        LEAST_CONTEXT_TOKENS,
-        min(most, profile.limit_tokens),
-        profile.contexts,
+        rng, options.contexts, LEAST_CONTEXT_TOKENS, longest, profile.contexts
     )
     if not contexts:
         raise UsageError(
-            f"--ctx {backend.n_ctx} leaves no context between those of the profile: raise it"
+            f"the profile reaches {profile.limit_tokens} tokens, which leaves no context to check: "
+            f"raise --budget {options.budget:g} or --ctx {backend.n_ctx}"
         )
     fitted = {s.skipped for s in profile.samples}
     passes: list[Pass] = []

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_tools import load
 
-from knapspec_edge.errors import Interrupted
+from knapspec_edge.errors import Interrupted, UsageError
 from knapspec_edge.latency.costs import Costs
 from knapspec_edge.latency.profiler import measure_latency
 from knapspec_edge.records import ModeKind, Pick, Plan, Sampling
@@ -417,9 +417,14 @@ def test_a_missing_model_gets_one_line(capsys, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_profile_that_was_cut_short_leaves_nothing_to_check():
+    options = check._parser().parse_args(["x", "--budget", "0.1"])
+    with pytest.raises(UsageError, match="raise --budget 0.1 or --ctx 165"):
+        check._check_predictions(TimedBackend(n_ctx=165), options, random.Random(0), Terminal())
+
+
 def test_the_report_holds_every_table(capsys):
     backend = TimedBackend()
-    backend.settings = {}  # type: ignore[attr-defined]
     options = check._parser().parse_args(
         ["x", "--plans", "3", "--widths", "2", "--repeats", "1", "--budget", "0.2"]
     )
