@@ -166,7 +166,7 @@ class _Profiler:
         self.widest = widest
         self.n_ctx = n_ctx
         self._progress = progress
-        self._started = clock()
+        self._started = self._since = clock()
         self._shown = 0.0
         self._notes: list[str] = []
         self._thrown_away = 0
@@ -206,7 +206,7 @@ class _Profiler:
             samples=tuple(self._samples()),
             settings=dict(getattr(self.backend, "settings", {})),
             budget_seconds=self.budget_seconds,
-            elapsed_seconds=self._elapsed(),
+            elapsed_seconds=self.clock() - self._started,
             measured_at=time.time(),
             notes=tuple(notes),
         )
@@ -214,9 +214,13 @@ class _Profiler:
     def _affordable(self, grid: list[int]) -> list[int]:
         """Look at both ends once; shorten the grid where its end would eat the whole budget."""
         first_ms = self._glance(grid[0])
+        # The first pass may have read the weights from a disk: that is loading, not measuring.
+        self._since = self.clock()
         self._estimates = [(grid[0], first_ms)]
         while len(grid) > 1:
             last_ms = self._glance(grid[-1])
+            if last_ms > _SLOW_MS:
+                last_ms = min(last_ms, self._glance(grid[-1]))  # disturbed, or really that slow
             self._estimates = [(grid[0], first_ms), (grid[-1], last_ms)]
             core_ms = sum(self._step_estimate(c) * self._core_steps() for c in {grid[0], grid[-1]})
             left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
@@ -533,7 +537,8 @@ class _Profiler:
             self._notes.append("time allowed one visit only to some contexts: no spread is known")
 
     def _elapsed(self) -> float:
-        return self.clock() - self._started
+        """Of the budget, in seconds."""
+        return self.clock() - self._since
 
     def _report(self) -> None:
         share = self._elapsed() / max(1e-9, self.budget_seconds)
