@@ -183,6 +183,7 @@ class _Profiler:
         self._references: dict[int, list[float]] = {}
         self._tasks: list[_Task] = []
         self._token_share = _ASSUMED_TOKEN_SHARE
+        self._offset = 0  # of the tokens that are fed
 
     # -- what there is to measure ------------------------------------------------------------------
 
@@ -330,9 +331,12 @@ class _Profiler:
         left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
         missing = [t for t in self._tasks if t.core and not t.ratios]
         if missing:
-            # Even what is indispensable ends some time: later contexts are left out first.
-            overrun_ms = 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
-            if left_ms + overrun_ms > 0.0 or not self._enough():
+            # Even what is indispensable ends some time: later contexts are left out first, then
+            # all that a rough model can do without.
+            overrun = self.config.profile_overrun
+            over_ms = 1000.0 * (self._elapsed() - overrun * self.budget_seconds)
+            most_ms = 1000.0 * overrun * self.budget_seconds
+            if over_ms < 0.0 or (not self._enough() and over_ms < most_ms) or not self._any():
                 context = missing[0].context
                 return context, [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
             return None
@@ -355,6 +359,9 @@ class _Profiler:
             if fits and gain >= 0.2 * best[0]:
                 chosen.append(task)
         return context, chosen
+
+    def _any(self) -> bool:
+        return any(t.is_step and t.ratios for t in self._tasks)
 
     def _enough(self) -> bool:
         """Whether a model can be fitted to what is there: each class was left out somewhere."""
@@ -438,6 +445,8 @@ class _Profiler:
     # -- measuring ---------------------------------------------------------------------------------
 
     def _visit(self, context: int, tasks: Sequence[_Task]) -> None:
+        # other text in every visit, so that no choice of experts speaks for all
+        self._offset += 7
         if self.backend.n_past > context:
             rewind(self.backend, 0)
         self.backend.fill(context)
@@ -481,7 +490,7 @@ class _Profiler:
         if task.width == 1 and task.head:
             return self._time_decode(task.plan, offset)
         rewind(backend, task.context)
-        start = (offset * task.width) % (len(self._tokens) - task.width)
+        start = (self._offset + offset * task.width) % (len(self._tokens) - task.width)
         tokens = self._tokens[start : start + task.width]
         begun = self.clock()
         if not task.head:
@@ -493,7 +502,7 @@ class _Profiler:
         return 1000.0 * (self.clock() - begun)
 
     def _time_decode(self, plan: Plan | None, offset: int) -> float:
-        token = self._tokens[offset % len(self._tokens)]
+        token = self._tokens[(self._offset + offset) % len(self._tokens)]
         begun = self.clock()
         self.backend.decode(token, GREEDY, plan)
         return 1000.0 * (self.clock() - begun)
