@@ -389,9 +389,10 @@ class _Profiler:
         # one visit of plain steps only says all there is to say
         after = self._step_ms(context) if found else before
         if max(before, after) > (1.0 + self.config.profile_visit_drift) * min(before, after):
-            # Even a machine that never rests gives what it can.
+            # Even a machine that never rests gives what it can, and in time.
             self._thrown_away += 1
-            if self._thrown_away <= self.config.profile_max_thrown_away:
+            most = self.config.profile_max_thrown_away
+            if self._thrown_away <= most and self._elapsed() < self.budget_seconds:
                 return
         reference = math.sqrt(before * after)
         self._references[context].append(reference)
