@@ -28,6 +28,7 @@ from knapspec_edge.search import plan_file
 from knapspec_edge.search.acceptance import judge
 from knapspec_edge.search.knapsack import Option, solve
 from knapspec_edge.search.planner import (
+    Decision,
     Measured,
     candidate_plans,
     choose_effort,
@@ -76,6 +77,18 @@ def keys_of(backend: FakeBackend) -> dict[str, dict[str, object]]:
         "fidelity": kept.fidelity_key(backend, "toy"),
         "decision": measurement_key(backend, "toy", CALIBRATION),
     }
+
+
+# Fewer passes and sublayers, where it only matters that something was measured.
+QUICK = Config(measure_budget_seconds=3.0)
+
+
+def small() -> FakeBackend:
+    return toy(n_layer=2)
+
+
+def quick(store: Store) -> Decision:
+    return decide_for(small(), store, QUICK)
 
 
 class TestThroughput:
@@ -547,9 +560,9 @@ class TestDecision:
 class TestStore:
     def test_the_second_time_nothing_is_computed(self, tmp_path: Path) -> None:
         store = Store(tmp_path / "deep" / "er")
-        first = decide_for(toy(), store)
-        backend = toy()
-        second = decide_for(backend, store)
+        first = quick(store)
+        backend = small()
+        second = decide_for(backend, store, QUICK)
         assert backend.log == []
         assert second.from_cache
         assert not first.from_cache
@@ -561,14 +574,14 @@ class TestStore:
 
     def test_every_part_of_the_key_matters(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
-        decide_for(toy(), store)
+        quick(store)
         keys = []
         for change in ({"threads": 8}, {"kv_type": "q8_0"}, {"devices": ["gpu"]}):
-            backend = toy()
+            backend = small()
             backend.settings.update(change)
             keys.append(measurement_key(backend, "toy", CALIBRATION))
             assert store.load(keys[-1]) is None
-        backend = toy()
+        backend = small()
         assert store.load(measurement_key(backend, "other", CALIBRATION)) is None
         assert store.load(measurement_key(backend, {"file": "toy"}, CALIBRATION)) is None
         assert store.load(measurement_key(backend, "toy", CALIBRATION[1:])) is None
@@ -592,38 +605,38 @@ class TestStore:
     ) -> None:
         warnings: list[str] = []
         store = Store(tmp_path, warn=warnings.append)
-        good = decide_for(toy(), store)
-        path = store.path(keys_of(toy())[which])
+        good = quick(store)
+        path = store.path(keys_of(small())[which])
         path.write_bytes(content)
         if which == "fidelity":
             # nothing looks at the counts until there are new ones to add
-            assert decide_for(toy(), store).from_cache
+            assert quick(store).from_cache
             assert warnings == []
-            store.path(keys_of(toy())["decision"]).unlink()
-        again = decide_for(toy(), store)
+            store.path(keys_of(small())["decision"]).unlink()
+        again = quick(store)
         assert (again.reason, again.from_cache) == (good.reason, False)
         assert len(warnings) == 1
         assert "measuring again" in warnings[0]
         assert "\n" not in warnings[0]
-        assert decide_for(toy(), store).from_cache
+        assert quick(store).from_cache
         assert len(warnings) == 1
 
     def test_what_is_not_damaged_is_not_measured_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
-        whole = toy()
-        decide_for(whole, store)
-        store.path(keys_of(toy())["decision"]).unlink()
-        backend = toy()
-        decide_for(backend, store)
+        whole = small()
+        decide_for(whole, store, QUICK)
+        store.path(keys_of(small())["decision"]).unlink()
+        backend = small()
+        decide_for(backend, store, QUICK)
         assert 0 < backend.clock() < 0.7 * whole.clock()
         assert "fill" not in {call for call, _ in backend.log}  # so no latency was measured
 
     def test_counts_of_all_runs_are_kept(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
-        first = decide_for(toy(), store).measured
-        backend = toy()
+        first = quick(store).measured
+        backend = small()
         other = [1 + (5 * i) % 21 for i in range(300)]
-        second = decide(backend, "toy", other, CONFIG, store, clock=backend.clock).measured
+        second = decide(backend, "toy", other, QUICK, store, clock=backend.clock).measured
         assert first is not None
         assert second is not None
         assert second.text != first.text
@@ -643,8 +656,8 @@ class TestStore:
     def test_content_of_another_shape_is_measured_again(self, tmp_path: Path, which: str) -> None:
         warnings: list[str] = []
         store = Store(tmp_path, warn=warnings.append)
-        backend = toy()
-        decide_for(backend, store)
+        backend = small()
+        decide_for(backend, store, QUICK)
         key = keys_of(backend)[which]
         good = store.load(key)
         assert good is not None
@@ -654,33 +667,33 @@ class TestStore:
         for content in wrong:
             warnings.clear()
             store.save(key, content)
-            assert not decide_for(toy(), store).from_cache
+            assert not quick(store).from_cache
             assert len(warnings) == 1
             assert "no valid measurement; measuring again" in warnings[0]
-            assert decide_for(toy(), store).from_cache
+            assert quick(store).from_cache
 
     def test_a_decision_on_another_profile_is_made_again_in_silence(self, tmp_path: Path) -> None:
         warnings: list[str] = []
         store = Store(tmp_path, warn=warnings.append)
-        decide_for(toy(), store)
-        key = keys_of(toy())["decision"]
+        quick(store)
+        key = keys_of(small())["decision"]
         content = store.load(key)
         assert content is not None
         store.save(key, {**content, "latency_at": content["latency_at"] - 1.0})
-        assert not decide_for(toy(), store).from_cache
-        assert decide_for(toy(), store).from_cache
+        assert not quick(store).from_cache
+        assert quick(store).from_cache
         assert warnings == []
 
     def test_a_stale_profile_is_measured_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
-        first = decide_for(toy(), store)
-        kept.mark_stale(store, keys_of(toy())["latency"], "rounds take 1.4 times as long")
-        backend = toy()
-        again = decide_for(backend, store)
+        first = quick(store)
+        kept.mark_stale(store, keys_of(small())["latency"], "rounds take 1.4 times as long")
+        backend = small()
+        again = decide_for(backend, store, QUICK)
         assert not again.from_cache
         assert "fill" in {call for call, _ in backend.log}
         assert again.reason == first.reason
-        assert decide_for(toy(), store).from_cache
+        assert quick(store).from_cache
 
     def test_a_folder_that_cannot_be_written_costs_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -688,7 +701,7 @@ class TestStore:
         warnings: list[str] = []
         blocked = tmp_path / "file"
         blocked.write_text("not a folder")
-        decision = decide_for(toy(), Store(blocked / "below", warn=warnings.append))
+        decision = quick(Store(blocked / "below", warn=warnings.append))
         assert decision.state == "on"
         assert sum("cannot keep" in w for w in warnings) == 1
 
@@ -698,7 +711,7 @@ class TestStore:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        decision = decide_for(toy(), Store(tmp_path / "disk", warn=warnings.append))
+        decision = quick(Store(tmp_path / "disk", warn=warnings.append))
         assert decision.state == "on"
         assert len(warnings) == 1
         assert "No space left" in warnings[0]
@@ -709,11 +722,11 @@ class TestStore:
     ) -> None:
         assert default_folder() == user_cache / "measurements"
         store = Store()
-        decide_for(toy(), store)
+        quick(store)
         assert len(list(default_folder().iterdir())) == 3
-        store.path(keys_of(toy())["latency"]).write_text("?")
+        store.path(keys_of(small())["latency"]).write_text("?")
         with caplog.at_level(logging.WARNING):
-            decide_for(toy(), store)
+            quick(store)
         assert len(caplog.records) == 1
 
 
