@@ -6,11 +6,11 @@ import itertools
 import json
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from clockwork import Truth, attention, mlp, profile_of
+from clockwork import Truth, Work, attention, mlp, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -402,3 +402,354 @@ class TestProfileRecord:
         assert (profile.n_sublayers, len(profile.contexts)) == (64, 10)
         assert len(profile.samples) > 400
         assert len(json.dumps(profile.to_json())) < 200_000
+
+
+class TestCosts:
+    """Fitted on what a profiler would see of a known truth; asked at contexts it did not see."""
+
+    LINEAR = Truth.alternating(8, attention(0.5, 2e-4), mlp(0.8))
+
+    def test_a_linear_truth_is_found(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, GRID))
+        for context in (*GRID, *UNSEEN):
+            assert costs.step_ms(context) == pytest.approx(self.LINEAR.ms(context), rel=1e-3)
+            assert costs.saving_ms(0, context) == pytest.approx(0.5 + 2e-4 * context, rel=1e-2)
+            assert costs.saving_ms(1, context) == pytest.approx(0.8, rel=1e-3)
+        attention_cost, mlp_cost = costs.class_costs
+        assert attention_cost.layer_class.name == "attention"
+        assert attention_cost.is_line
+        assert attention_cost.line.slope == pytest.approx(2e-4, rel=0.02)
+        assert attention_cost.line.intercept == pytest.approx(0.5, rel=0.02)
+        assert attention_cost.line.rises
+        assert [p[0] for p in attention_cost.points] == GRID
+        assert mlp_cost.is_line
+        assert not mlp_cost.line.rises
+        assert mlp_cost.line.intercept == pytest.approx(0.8, rel=1e-3)
+
+    def test_the_confidence_interval_holds_the_truth(self) -> None:
+        """Over 60 noisy profiles about as often as it says."""
+        inside = 0
+        for seed in range(60):
+            costs = Costs(profile_of(self.LINEAR, GRID, noise=0.02, seed=seed, widths=()))
+            line = costs.class_costs[0].line
+            inside += abs(line.slope - 2e-4) <= line.slope_half_width
+        assert inside >= 52
+
+    @pytest.mark.parametrize(("per_token", "per_cell"), [(0.0, 4e-4), (2e-4, 2e-4), (4e-4, 0.0)])
+    def test_cells_and_tokens_are_told_apart(self, per_token: float, per_cell: float) -> None:
+        """A pass reads cells in steps: the cost of a cache may jump where a step begins."""
+        truth = Truth.alternating(8, attention(0.3, per_token, per_cell_ms=per_cell), mlp(0.8))
+        costs = Costs(profile_of(truth, GRID))
+        for edge in range(CELLS_PER_STEP, 8192, CELLS_PER_STEP):
+            for context in (edge - 2, edge - 1, edge, edge + 3):
+                exact = truth.works[0].ms(context)
+                assert costs.saving_ms(0, context) == pytest.approx(exact, rel=0.02)
+                assert costs.step_ms(context) == pytest.approx(truth.ms(context), rel=0.01)
+
+    def test_cells_read(self) -> None:
+        assert [cells_read(c) for c in (0, 254, 255, 256, 511, 512)] == [
+            256,
+            256,
+            256,
+            512,
+            512,
+            768,
+        ]
+        assert cells_read(250, 6) == 256
+        assert cells_read(250, 7) == 512
+
+    def test_a_sliding_window_saturates(self) -> None:
+        truth = Truth(
+            tuple(
+                w
+                for i in range(6)
+                for w in (
+                    attention(0.2, 0.0, per_cell_ms=5e-4, window_cells=(1024, 0)[i == 5]),
+                    mlp(),
+                )
+            )
+        )
+        costs = Costs(profile_of(truth, GRID))
+        for context in (*GRID, *UNSEEN):
+            for i in (0, 10):
+                exact = truth.works[i].ms(context)
+                assert costs.saving_ms(i, context) == pytest.approx(exact, rel=0.03)
+        assert costs.saving_ms(0, 20_000) == pytest.approx(0.2 + 5e-4 * 1024, rel=0.03)
+        exact = truth.works[10].ms(20_000)
+        assert costs.saving_ms(10, 20_000) == pytest.approx(exact, rel=0.03)
+        assert not costs.class_costs[0].is_line
+        assert costs.class_costs[0].layer_class.n_cells == 1024
+        assert off_by(costs.step_ms(20_000), truth.ms(20_000)) < 0.02
+
+    def test_what_no_line_fits_is_interpolated(self) -> None:
+        """A cache that outgrows the processor's: from 1024 tokens on each costs four times more."""
+
+        @dataclass(frozen=True)
+        class Kinked(Work):
+            def ms(self, context_tokens: float, width: int = 1) -> float:
+                beyond = max(0.0, context_tokens - 1024.0)
+                return super().ms(context_tokens, width) + 3.0 * self.per_token_ms * beyond
+
+        truth = Truth.alternating(8, Kinked(Kind.ATTENTION, 0.5, 4e-4), mlp())
+        grid = [128, 255, 512, 1024, 2048, 4096, 8158]
+        costs = Costs(profile_of(truth, grid))
+        assert not costs.class_costs[0].is_line
+        assert costs.class_costs[1].is_line
+        for context in grid:
+            exact = truth.works[0].ms(context)
+            assert costs.saving_ms(0, context) == pytest.approx(exact, rel=0.01)
+        # the kink lies on a measured context, so between them all is straight, but for cells
+        for context in UNSEEN:
+            assert off_by(costs.saving_ms(0, context), truth.works[0].ms(context)) < 0.06
+            plan = Plan.skipping(16, [0, 2, 5])
+            assert off_by(costs.draft_ms(plan, context), truth.ms(context, 1, [0, 2, 5])) < 0.05
+
+    @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.02, 0.02), (0.05, 0.04)])
+    def test_plans_that_are_not_in_the_fit(self, noise: float, tolerance: float) -> None:
+        works = [attention(0.5, 2e-4), mlp(0.8), attention(0.5, 2e-4), mlp(1.4, weight_bytes=1750)]
+        truth = Truth.alternating(12, *works)
+        costs = Costs(profile_of(truth, GRID, noise=noise))
+        misses = []
+        for skipped in truth.random_plans(25, seed=99):
+            plan = Plan.skipping(24, list(skipped))
+            for context in (150, 900, 4000, 8000):
+                predicted = costs.draft_ms(plan, context)
+                misses.append(off_by(predicted, truth.ms(context, 1, skipped)))
+        assert statistics.median(misses) < tolerance
+        assert max(misses) < 6 * tolerance
+
+    def test_nothing_and_everything_left_out(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, GRID))
+        assert costs.draft_ms(Plan.full(16), 500) == costs.step_ms(500)
+        nothing = costs.draft_ms(Plan.skipping(16, list(range(16))), 500)
+        assert nothing == pytest.approx(self.LINEAR.fixed_ms + self.LINEAR.head_ms, rel=0.01)
+
+    def test_verification_between_contexts_and_widths(self) -> None:
+        """Linear in tokens and cells, staircase and all, and in the width."""
+        truth = Truth.alternating(8, attention(0.4, 1e-4, per_cell_ms=2e-4), mlp(0.8))
+        costs = Costs(profile_of(truth, GRID, widths=(2, 4, 8, 16)))
+        assert costs.max_width == 16
+        for context in (*GRID, *UNSEEN, 509, 511, 513, 1020, 1279):
+            assert costs.verify_ms(context, 1) == costs.step_ms(context)
+            for width in (2, 4, 8, 16):
+                assert off_by(costs.verify_ms(context, width), truth.ms(context, width)) < 0.01
+            for width in (3, 6, 11):
+                assert off_by(costs.verify_ms(context, width), truth.ms(context, width)) < 0.02
+
+    def test_beyond_the_last_context(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, GRID, widths=(2, 4, 8, 16)))
+        for context in (10_000, 16_000, 32_000):
+            assert off_by(costs.step_ms(context), self.LINEAR.ms(context)) < 0.02
+            for width in (2, 8, 16):
+                exact = self.LINEAR.ms(context, width)
+                assert off_by(costs.verify_ms(context, width), exact) < 0.03
+
+    def test_a_sublayer_in_a_wide_pass(self) -> None:
+        """Attention grows more slowly with the width than MLPs do."""
+        truth = Truth.alternating(
+            8, attention(1.0, 2e-4, per_further_token=0.05), mlp(1.0, per_further_token=0.3)
+        )
+        costs = Costs(profile_of(truth, GRID, widths=(2, 4, 8, 16), kind_widths=(4, 8, 16)))
+        for context in (GRID[0], GRID[-1]):
+            for i in (0, 1):
+                assert costs.ms(i, context) == costs.saving_ms(i, context)
+                for width in (4, 8, 16):
+                    exact = truth.works[i].ms(context, width)
+                    assert off_by(costs.ms(i, context, width), exact) < 0.15
+        # so the shares of a pass follow
+        assert costs.ms(1, 128, 16) / costs.ms(1, 128) > 2 * costs.ms(0, 128, 16) / costs.ms(0, 128)
+
+    def test_without_wide_passes_of_a_kind_it_grows_as_the_whole_does(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, GRID, kind_widths=()))
+        growth = costs.verify_ms(700, 8) / costs.step_ms(700)
+        assert costs.ms(3, 700, 8) == pytest.approx(growth * costs.saving_ms(3, 700))
+
+    def test_head_and_fixed(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, GRID))
+        assert costs.head_ms() == pytest.approx(1.5, rel=0.02)
+        for context in UNSEEN:
+            assert costs.fixed_ms(context) == pytest.approx(0.4, abs=0.06)
+        shares = costs.share(["attention"], 1000) + costs.share(["mlp"], 1000)
+        rest = (costs.head_ms() + costs.fixed_ms(1000)) / costs.step_ms(1000)
+        assert shares + rest == pytest.approx(1.0, rel=1e-6)
+        assert costs.share(["attention", "mlp"], 1000) == pytest.approx(shares)
+        assert costs.share([], 1000) == 0.0
+        profile = profile_of(self.LINEAR, GRID)
+        headless = tuple(s for s in profile.samples if s.head)
+        assert Costs(replace(profile, samples=headless)).head_ms() == 0.0
+
+    def test_the_head_of_a_model_that_ends_with_attention(self) -> None:
+        """Without logits only a last MLP is left out with the head."""
+        truth = Truth.alternating(6, mlp(0.8), attention(0.5, 1e-4))
+        assert Costs(profile_of(truth, GRID)).head_ms() == pytest.approx(1.5, rel=0.02)
+
+    def test_where_attention_overtakes(self) -> None:
+        # 0.5 + 2e-4 n = 0.8 at n = 1500
+        crossing = Costs(profile_of(self.LINEAR, GRID)).crossing_tokens()
+        assert crossing == pytest.approx(1500, rel=0.03)
+        # beyond what was measured the lines go on: 0.2 + 2e-5 n = 0.8 at n = 30,000
+        far = Truth.alternating(8, attention(0.2, 2e-5), mlp(0.8))
+        assert Costs(profile_of(far, GRID)).crossing_tokens() == pytest.approx(30_000, rel=0.05)
+        always = Truth.alternating(8, attention(1.0, 2e-5), mlp(0.8))
+        assert Costs(profile_of(always, GRID)).crossing_tokens() == 0.0
+        never = Truth.alternating(8, attention(0.1, 1e-9), mlp(0.8))
+        assert Costs(profile_of(never, GRID)).crossing_tokens() is None
+        blocks = Truth(tuple(replace(w, kind=Kind.BLOCK) for w in self.LINEAR.works))
+        assert Costs(profile_of(blocks, GRID)).crossing_tokens() is None
+
+    @pytest.mark.parametrize("largest_error", [0.01, 0.02, 0.1])
+    def test_integer_weights_keep_their_promise(self, largest_error: float) -> None:
+        works = [attention(0.31, 2e-4), mlp(0.8), attention(0.31, 2e-4), mlp(2.7, weight_bytes=9)]
+        costs = Costs(profile_of(Truth.alternating(8, *works), GRID))
+        for context in (128, 2000, 8000):
+            exact = np.array([costs.saving_ms(i, context) for i in range(16)])
+            weights, unit_ms = costs.integer_weights(context, largest_error=largest_error)
+            assert weights.dtype == np.int64
+            assert np.abs(weights * unit_ms - exact).max() <= unit_ms / 2 * (1 + 1e-9)
+            assert np.abs(weights * unit_ms / exact - 1.0).max() <= largest_error * (1 + 1e-9)
+            # and no finer than that takes
+            assert unit_ms == pytest.approx(2.0 * largest_error * exact.min())
+
+    def test_integer_weights_have_a_limit(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, GRID))
+        weights, unit_ms = costs.integer_weights(1000, largest_error=1e-6, most_units=500)
+        assert weights.sum() <= 500 + 16 / 2
+        exact = np.array([costs.saving_ms(i, 1000) for i in range(16)])
+        assert weights * unit_ms == pytest.approx(exact, abs=unit_ms / 2 * (1 + 1e-9))
+
+    def test_a_class_that_costs_next_to_nothing_does_not_set_the_unit(self) -> None:
+        works = [attention(1.0, 0.0, weight_bytes=5), mlp(1.0), attention(1e-4, 0.0), mlp(1.0)]
+        costs = Costs(profile_of(Truth.alternating(8, *works), GRID))
+        weights, unit_ms = costs.integer_weights(500)
+        assert unit_ms == pytest.approx(0.04, rel=0.01)
+        assert weights[2] == 0
+        assert weights[1] == 25
+
+    def test_where_nothing_costs_anything(self) -> None:
+        idle = Truth.alternating(4, attention(0.0, 0.0, per_cell_ms=0.0), mlp(0.0))
+        costs = Costs(profile_of(idle, GRID))
+        weights, unit_ms = costs.integer_weights(500)
+        assert (weights.tolist(), unit_ms) == ([0] * 8, 1.0)
+        assert costs.blind
+        assert not Costs(profile_of(self.LINEAR, GRID)).blind
+
+    def test_one_context_only(self) -> None:
+        costs = Costs(profile_of(self.LINEAR, [512]))
+        assert costs.step_ms(512) == pytest.approx(self.LINEAR.ms(512))
+        assert costs.saving_ms(0, 512) == pytest.approx(0.6024, rel=0.02)
+        assert costs.saving_ms(1, 512) == pytest.approx(0.8, rel=0.02)
+        assert off_by(costs.verify_ms(512, 8), self.LINEAR.ms(512, 8)) < 0.01
+        # elsewhere nothing is known; it is no nonsense at least
+        for context in (0, 1, 100, 4000):
+            assert costs.verify_ms(context, 8) >= costs.step_ms(context) > 0.0
+            assert costs.draft_ms(Plan.skipping(16, [0, 1]), context) > 0.0
+
+    def test_a_class_that_was_never_left_out_saves_nothing(self) -> None:
+        profile = profile_of(self.LINEAR, GRID)
+        mlps = set(profile.classes[1].members)
+        samples = tuple(s for s in profile.samples if not mlps & set(s.skipped))
+        costs = Costs(replace(profile, samples=samples))
+        assert costs.saving_ms(1, 500) == 0.0
+        assert costs.class_costs[1].points == ()
+        # 0.5 + 2e-4 * 500, and what the step takes besides is as it was
+        assert costs.saving_ms(0, 500) == pytest.approx(0.6, rel=0.01)
+        step = self.LINEAR.ms(500)
+        assert costs.draft_ms(Plan.skipping(16, [1, 3]), 500) == pytest.approx(step, rel=0.01)
+        unknown = replace(profile, samples=tuple(s for s in profile.samples if not s.skipped))
+        assert Costs(unknown).blind
+
+    def test_a_class_left_out_at_some_contexts_only(self) -> None:
+        profile = profile_of(self.LINEAR, GRID)
+        known = set(GRID[:2])
+        samples = tuple(s for s in profile.samples if not s.skipped or s.context_tokens in known)
+        costs = Costs(replace(profile, samples=samples))
+        assert costs.saving_ms(1, 8000) == pytest.approx(0.8, rel=0.02)
+        assert costs.saving_ms(0, 200) == pytest.approx(0.54, rel=0.02)
+
+    def test_what_cannot_be_said_is_a_value_error(self) -> None:
+        profile = profile_of(self.LINEAR, GRID, widths=(2, 4))
+        costs = Costs(profile)
+        for width in (0, -1, 5):
+            with pytest.raises(ValueError, match="was not measured"):
+                costs.verify_ms(500, width)
+            with pytest.raises(ValueError, match="was not measured"):
+                costs.ms(0, 500, width)
+        with pytest.raises(ValueError, match="no plain step"):
+            Costs(replace(profile, samples=tuple(s for s in profile.samples if s.width > 1)))
+
+    def test_several_tokens_are_never_believed_to_cost_less_than_one(self) -> None:
+        profile = profile_of(self.LINEAR, GRID, widths=(2, 4, 9))
+        samples = tuple(
+            replace(s, timing=replace(s.timing, median_ms=s.timing.median_ms / 20))
+            if s.width > 1
+            else s
+            for s in profile.samples
+        )
+        costs = Costs(replace(profile, samples=samples))
+        for context in UNSEEN:
+            assert costs.verify_ms(context, 4) == costs.step_ms(context)
+
+    def test_fit_errors_are_those_of_draft_steps(self) -> None:
+        profile = profile_of(self.LINEAR, GRID, noise=0.03)
+        errors = Costs(profile).fit_errors()
+        expected = [s for s in profile.samples if s.width == 1 and s.head]
+        assert [s for s, _ in errors] == expected
+        assert max(abs(e) for _, e in errors) < 0.1
+        assert max(abs(e) for _, e in Costs(profile_of(self.LINEAR, GRID)).fit_errors()) < 1e-6
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def test_any_profile_gives_possible_costs(self, data: st.DataObject) -> None:
+        """However odd what was measured: nothing negative, no pass below a step."""
+        n = data.draw(st.integers(1, 6))
+        kinds = data.draw(st.lists(st.sampled_from(list(Kind)), min_size=n, max_size=n))
+        cells = st.sampled_from([(0, 0), (64, 300), (64, 2048), (64, 100_000)])
+        traits = [Traits(data.draw(st.integers(0, 2)), 10, *data.draw(cells)) for _ in range(n)]
+        classes = layer_classes(sublayers(*kinds), traits, 2)
+        contexts = data.draw(st.lists(st.integers(0, 9000), min_size=1, max_size=5, unique=True))
+        time_ms = st.floats(1e-3, 1e4)
+
+        def sample(context: int, width: int, skipped: str, head: bool) -> dict[str, object]:
+            t = data.draw(time_ms)
+            timing = {"median_ms": t, "low_ms": t, "high_ms": t, "samples": 3, "dropped": 0}
+            return {
+                "context_tokens": context, "width": width, "skipped": skipped, "head": head,
+                "timing": timing,
+            }  # fmt: skip
+
+        samples = [sample(c, 1, "0", True) for c in contexts]
+        for _ in range(data.draw(st.integers(0, 15))):
+            skipped = f"{data.draw(st.integers(0, 2**n - 1)):x}"
+            width = data.draw(st.integers(1, 9))
+            context = data.draw(st.sampled_from([*contexts, 77]))
+            samples.append(sample(context, width, skipped, data.draw(st.booleans())))
+        record = {
+            **profile_of(self.LINEAR, [9]).to_json(),
+            "n_sublayers": n,
+            "limit_tokens": max(contexts),
+            "samples": samples,
+            "classes": [
+                {**vars(c), "kind": c.kind.value, "members": list(c.members)} for c in classes
+            ],
+        }
+        costs = Costs(LatencyProfile.from_json(json.loads(json.dumps(record))))
+        for context in (0, 1, 255, 1000, 8191, 50_000):
+            step = costs.step_ms(context)
+            assert 0.0 < step < math.inf
+            assert costs.fixed_ms(context) >= 0.0
+            assert costs.head_ms() >= 0.0
+            assert 0.0 <= costs.share([k.value for k in Kind], context) <= 1.0
+            for i in range(n):
+                assert 0.0 <= costs.saving_ms(i, context) < math.inf
+                assert 0.0 <= costs.ms(i, context, costs.max_width) < math.inf
+            for width in range(1, costs.max_width + 1):
+                assert step <= costs.verify_ms(context, width) < math.inf
+            plans = [Plan.skipping(n, list(range(k))) for k in range(n + 1)]
+            drafts = [costs.draft_ms(plan, context) for plan in plans]
+            # leaving out more never takes longer
+            assert drafts == sorted(drafts, reverse=True)
+            assert drafts[0] == step
+            assert drafts[-1] >= 0.0
+            weights, unit_ms = costs.integer_weights(context)
+            assert unit_ms > 0.0
+            assert weights.min() >= 0
