@@ -40,7 +40,9 @@ GREEDY = Sampling()
 
 _NARROW = tuple(range(1, 17))
 _WIDE = (24, 32)
-_CORE_WIDTHS = (2, 3, 4, 5, 6, 8)  # short drafts decide; what lies between is interpolated
+# Short drafts decide; what lies between is interpolated. The most telling come first, in case that
+# time runs out.
+_CORE_WIDTHS = (4, 8, 2, 6, 3, 5)
 _KIND_WIDTHS = (4, 8, 16)  # at which attention and MLP are told apart
 _VERIFY_CONTEXTS = 4  # at which all widths are timed, at most
 _MIXTURES = 3  # random plans among those that are fitted, per context
@@ -56,7 +58,7 @@ _MAX_VISIT_TASKS = 8
 _ASSUMED_TOKEN_SHARE = 0.5  # cost of a further token in a pass, in steps, before it is known
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     """One kind of pass at one context."""
 
@@ -206,6 +208,14 @@ class _Profiler:
         """Look at both ends once; shorten the grid where its end would eat the whole budget."""
         first_ms = self._glance(grid[0])
         self._estimates = [(grid[0], first_ms)]
+        left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
+        # a step at the other end takes no less
+        if len(grid) > 1 and 2.0 * first_ms * self._core_steps() > 3.0 * left_ms:
+            self._notes.append(
+                f"a step takes {first_ms:.0f} ms, too long for the budget of "
+                f"{self.budget_seconds:.0f} s: costs beyond {grid[0]} tokens are extrapolated"
+            )
+            return grid[:1]
         while len(grid) > 1:
             last_ms = self._glance(grid[-1])
             self._estimates = [(grid[0], first_ms), (grid[-1], last_ms)]
@@ -274,7 +284,7 @@ class _Profiler:
                 self._add(context, head=False, importance=0.5, core=context == grid[0])
             if context not in curves:
                 continue
-            for width in (*_NARROW[1:], *_WIDE):
+            for width in dict.fromkeys((*_CORE_WIDTHS, *_NARROW[1:], *_WIDE)):
                 if width <= self.widest:
                     narrow = width <= 9
                     self._add(
@@ -318,11 +328,18 @@ class _Profiler:
         missing = [t for t in self._tasks if t.core and not t.ratios]
         if missing:
             # Even what is indispensable ends some time: later contexts are left out first.
-            overrun_ms = 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
-            if left_ms + overrun_ms > 0.0 or not self._enough():
-                context = missing[0].context
-                return context, [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
-            return None
+            left_ms += 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
+            needed = self._indispensable(missing)
+            if left_ms <= 0.0:
+                if not needed:
+                    return None
+                missing = needed
+            missing = [*needed, *(t for t in missing if t not in needed)]
+            context = missing[0].context
+            tasks = [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
+            if left_ms > 0.0:
+                tasks = tasks[: self._how_many(context, tasks, left_ms)]
+            return context, tasks
         rated = [(self._gain(t), t) for t in self._tasks if not t.is_step or len(t.ratios) < 3]
         rated = [(gain, t) for gain, t in rated if gain > 0.0]
         affordable = [r for r in rated if self._visit_ms(r[1].context, [r[1]]) <= left_ms]
@@ -338,12 +355,27 @@ class _Profiler:
                 chosen.append(task)
         return context, chosen
 
-    def _enough(self) -> bool:
-        """Whether a model can be fitted to what is there: each class was left out somewhere."""
-        seen = [t for t in self._tasks if t.ratios and t.width == 1]
-        covered = {i for t in seen for i in t.skipped}
-        classes = all(any(i in covered for i in c.members) for c in self.classes)
-        return classes and any(t.width > 1 and t.ratios for t in self._tasks)
+    def _how_many(self, context: int, tasks: Sequence[_Task], most_ms: float) -> int:
+        """How many of the tasks fit one visit of so many ms; at least one."""
+        for n in range(2, len(tasks) + 1):
+            if self._visit_ms(context, tasks[:n]) > most_ms:
+                return n - 1
+        return len(tasks)
+
+    def _indispensable(self, missing: Sequence[_Task]) -> list[_Task]:
+        """What a model cannot be fitted without: a step, each class left out somewhere, and one
+        pass of several tokens."""
+        seen = [t for t in self._tasks if t.ratios]
+        covered = {i for t in seen if t.width == 1 for i in t.skipped}
+        needed = []
+        if not any(t.is_step for t in seen):
+            needed += [t for t in missing if t.is_step][:1]
+        for cls in self.classes:
+            if not covered & set(cls.members):
+                needed += [t for t in missing if t.skipped == cls.members][:1]
+        if not any(t.width > 1 for t in seen):
+            needed += [t for t in missing if t.width > 1][:1]
+        return needed
 
     def _gain(self, task: _Task) -> float:
         """Expected reduction of the squared relative error of predictions, per ms of measuring."""
@@ -370,9 +402,9 @@ class _Profiler:
 
     def _visit_ms(self, context: int, tasks: Sequence[_Task]) -> float:
         step_ms = self._step_estimate(context)
-        passes = [step_ms, *(self._task_ms(t) for t in tasks if not t.is_step)]
-        steps = passes[0] * _timed_passes(passes[0])
-        return steps + sum(ms * (1 + _timed_passes(ms)) for ms in passes)
+        # plain steps before and after
+        passes = [step_ms, step_ms, *(self._task_ms(t) for t in tasks if not t.is_step)]
+        return sum(ms * (1 + _timed_passes(ms)) for ms in passes)
 
     # -- measuring ---------------------------------------------------------------------------------
 
@@ -383,6 +415,9 @@ class _Profiler:
         before = self._step_ms(context)
         found: list[tuple[_Task, float]] = []
         for task in tasks:
+            # the machine may have become slower than a moment ago
+            if found and self._elapsed() > self.config.profile_overrun * self.budget_seconds:
+                break
             if not task.is_step:
                 found.append((task, self._fastest(task)))
                 self._report()
