@@ -19,7 +19,12 @@ from knapspec_edge.latency.classes import layer_classes
 from knapspec_edge.latency.costs import CELLS_PER_STEP, Costs, cells_read
 from knapspec_edge.latency.profile import LatencyProfile, plan_of
 from knapspec_edge.latency.profiler import context_grid
-from knapspec_edge.latency.regression import fit_line, non_negative_least_squares, t95
+from knapspec_edge.latency.regression import (
+    fit_line,
+    levels_without_drift,
+    non_negative_least_squares,
+    t95,
+)
 from knapspec_edge.latency.timing import Timing, without_outliers
 from knapspec_edge.records import Kind, Plan, SubLayer, Traits
 
@@ -219,6 +224,33 @@ class TestRegression:
         assert fit_line(x, 2.0 * x, np.full(5, 0.1)).rises
         assert not fit_line(x, -2.0 * x, np.full(5, 0.1)).rises
         assert not fit_line(x, np.array([1.0, 1.2, 0.9, 1.1, 1.0]), np.full(5, 0.1)).rises
+
+    def test_levels_without_a_drift_of_all(self) -> None:
+        """Four contexts in turn, on a machine that slows down and recovers by a fifth."""
+        seconds = np.arange(32.0)
+        groups = np.array([0, 1, 2, 3] * 8)
+        truth = np.log([10.0, 11.0, 14.0, 20.0])
+        drift = 0.2 * np.sin(2.0 * np.pi * seconds / 16.0)
+        dice = np.random.default_rng(2)
+        values = truth[groups] + drift + 0.01 * dice.standard_normal(32)
+        levels = levels_without_drift(seconds, groups, values)
+        assert levels - levels[0] == pytest.approx(truth - truth[0], abs=0.015)
+        # without drift as good as means
+        calm = truth[groups] + 0.02 * dice.standard_normal(32)
+        means = [calm[groups == g].mean() for g in range(4)]
+        assert levels_without_drift(seconds, groups, calm) == pytest.approx(means, abs=0.01)
+
+    def test_levels_of_few_measurements(self) -> None:
+        one = levels_without_drift(np.array([3.0]), np.array([0]), np.array([7.0]))
+        assert one.tolist() == [7.0]
+        each = levels_without_drift(np.arange(3.0), np.array([2, 0, 1]), np.array([5.0, 6.0, 7.0]))
+        assert each.tolist() == [6.0, 7.0, 5.0]
+        same = levels_without_drift(np.zeros(4), np.array([0, 1, 0, 1]), np.array([1.0, 2, 1, 2]))
+        assert same == pytest.approx([1.0, 2.0])
+        at_once = levels_without_drift(
+            np.zeros(4), np.array([0, 1, 0, 1]), np.array([1.0, 2, 3, 4])
+        )
+        assert at_once == pytest.approx([2.0, 3.0])
 
     def test_quantiles(self) -> None:
         assert t95(0) == math.inf

@@ -7,20 +7,25 @@ computed.
 A noisy, drifting machine is met like this. A visit to a context begins and ends with plain steps
 and times other passes in between, each relative to them; of the passes of one visit the fastest
 counts, since other load only adds time; the first pass of a graph, which is built in it, never
-does. Visits to all contexts are interleaved, a visit whose plain steps changed by more than
-`profile_visit_drift` is thrown away, and over the visits the median is taken (timing.Timing states
-the outlier rule). The time budget goes first to what a prediction cannot do without, then to
-whatever reduces the expected error of predictions most per second.
+does. A visit whose plain steps changed by more than `profile_visit_drift` is thrown away, and over
+the visits the median is taken (timing.Timing states the outlier rule). The ratios are multiplied
+with the usual plain step, not the fastest, at their context; visits to all contexts are
+interleaved, so that what changed for all of them at once can be told from what a context costs
+(regression.levels_without_drift). The time budget goes first to what a prediction cannot do
+without, then to whatever reduces the expected error of predictions most per second.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ..backend import Backend
 from ..config import DEFAULTS, Config
@@ -30,7 +35,8 @@ from ..records import Plan, Sampling
 from .classes import layer_classes
 from .costs import CELLS_PER_STEP, SAMPLE_PRIOR
 from .profile import LatencyProfile, Sample
-from .timing import Timing
+from .regression import levels_without_drift
+from .timing import Timing, without_outliers
 
 Clock = Callable[[], float]
 # Share of the work that is done, 0..1.
@@ -176,7 +182,8 @@ class _Profiler:
             backend.sublayers, backend.traits, config.profile_classes_per_kind
         )
         self._steps: dict[int, _Task] = {}
-        self._references: dict[int, list[float]] = {}
+        self._references: dict[int, list[float]] = {}  # usual step of each visit, ms
+        self._visits: list[tuple[float, int, float]] = []  # (seconds, context, usual step in ms)
         self._tasks: list[_Task] = []
         self._token_share = _ASSUMED_TOKEN_SHARE
 
@@ -412,7 +419,8 @@ class _Profiler:
         if self.backend.n_past > context:
             rewind(self.backend, 0)
         self.backend.fill(context)
-        before = self._step_ms(context)
+        usual: list[float] = []
+        before = self._fastest(self._steps[context], usual)
         found: list[tuple[_Task, float]] = []
         for task in tasks:
             # the machine may have become slower than a moment ago
@@ -422,7 +430,7 @@ class _Profiler:
                 found.append((task, self._fastest(task)))
                 self._report()
         # one visit of plain steps only says all there is to say
-        after = self._step_ms(context) if found else before
+        after = self._fastest(self._steps[context], usual) if found else before
         if max(before, after) > (1.0 + self.config.profile_visit_drift) * min(before, after):
             # Even a machine that never rests gives what it can, and in time.
             self._thrown_away += 1
@@ -430,7 +438,9 @@ class _Profiler:
             if self._thrown_away <= most and self._elapsed() < self.budget_seconds:
                 return
         reference = math.sqrt(before * after)
-        self._references[context].append(reference)
+        usual_ms = statistics.median(usual)
+        self._references[context].append(usual_ms)
+        self._visits.append((self._elapsed(), context, usual_ms))
         self._steps[context].ratios.append(1.0)
         self._steps[context].raw_ms.append(reference)
         for task, ms in found:
@@ -439,16 +449,16 @@ class _Profiler:
             if task.width == 8 and not task.skipped:
                 self._token_share = max(0.05, (ms / reference - 1.0) / 7.0)
 
-    def _step_ms(self, context: int) -> float:
-        return self._fastest(self._steps[context])
-
-    def _fastest(self, task: _Task) -> float:
-        """The fastest of a few passes, the first of which is not counted. Back at the context."""
+    def _fastest(self, task: _Task, all_ms: list[float] | None = None) -> float:
+        """The fastest of a few passes, the first of which is not counted; `all_ms` takes all that
+        are. Back at the context."""
         context = task.context
         first = self._time(task, 0)
         count = _timed_passes(first)
         times = [self._time(task, 1 + i) for i in range(count)]
         rewind(self.backend, context)
+        if all_ms is not None:
+            all_ms += times
         return min(times)
 
     def _time(self, task: _Task, offset: int) -> float:
@@ -476,18 +486,32 @@ class _Profiler:
     # -- results -----------------------------------------------------------------------------------
 
     def _samples(self) -> list[Sample]:
+        levels = self._levels()
         samples = []
         for task in self._tasks:
-            references = self._references[task.context]
-            if not references or not task.ratios:
+            if task.context not in levels or not task.ratios:
                 continue
+            step_ms = levels[task.context]
             if task.is_step:
-                timing = Timing.of(references)
+                raw = self._references[task.context]
+                scale = step_ms / Timing.of(raw).median_ms
+                timing = Timing.of([scale * ms for ms in raw])
             else:
-                step_ms = Timing.of(references).median_ms
                 timing = Timing.of([step_ms * ratio for ratio in task.ratios])
             samples.append(Sample(task.context, task.width, task.skipped, task.head, timing))
         return samples
+
+    def _levels(self) -> dict[int, float]:
+        """The usual step at each context, in ms, had the machine run at one speed all the time."""
+        kept = {c: set(without_outliers(refs)) for c, refs in self._references.items()}
+        visits = [v for v in self._visits if v[2] in kept[v[1]]]
+        contexts = sorted({context for _, context, _ in visits})
+        levels = levels_without_drift(
+            np.array([seconds for seconds, _, _ in visits]),
+            np.array([contexts.index(context) for _, context, _ in visits], dtype=np.intp),
+            np.log([ms for _, _, ms in visits]),
+        )
+        return dict(zip(contexts, np.exp(levels).tolist(), strict=True))
 
     def _close_notes(self) -> None:
         if self._thrown_away:
