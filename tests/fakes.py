@@ -188,7 +188,8 @@ class FakeBackend:
         # the target's own keys were found at all positions below: need not be looked at again
         self._sound = [0] * len(self._keys)
         self._epoch = 0
-        self._rows: list[NDArray[np.float32]] = []
+        # of the latest pass: what was in the cache after it, its number of tokens, its plan
+        self._latest: tuple[tuple[int, ...], int, Plan | None] = ((), 0, None)
 
     # -- what the tests look at --------------------------------------------------------------------
 
@@ -200,6 +201,11 @@ class FakeBackend:
     def tokens(self) -> tuple[int, ...]:
         """What the cache holds."""
         return tuple(self._tokens)
+
+    @property
+    def n_computed(self) -> int:
+        """Calls so far that compute, as `fail_at` counts them."""
+        return self._calls
 
     def calls(self, name: str) -> list[Any]:
         return [argument for call, argument in self.log if call == name]
@@ -299,7 +305,9 @@ class FakeBackend:
         self._epoch += 1
 
     def logits(self, row: int = -1) -> NDArray[np.float32]:
-        return self._rows[row].copy()
+        tokens, n, plan = self._latest
+        end = len(tokens) - n + 1 + range(n)[row]
+        return self.model.logits(tokens[:end], plan)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -319,10 +327,7 @@ class FakeBackend:
         writer = TARGET if plan is None else repr(plan)
         for token in tokens:
             self._write(token, plan, writer)
-        self._rows = [
-            self.model.logits(self._tokens[:end], plan)
-            for end in range(self.n_past - len(tokens) + 1, self.n_past + 1)
-        ]
+        self._latest = (tuple(self._tokens), len(tokens), plan)
         if failure is not None:
             raise failure
 

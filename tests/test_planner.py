@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 import os
+import random
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import naive
@@ -20,24 +19,22 @@ from hypothesis import strategies as st
 from knapspec_edge.config import Config
 from knapspec_edge.decode.guard import SpeedGuard
 from knapspec_edge.decode.session import Session
-from knapspec_edge.errors import ContextError, Interrupted, NativeError, PlanError, UsageError
-from knapspec_edge.latency.measure import (
-    GREEDY,
-    Profile,
-    Timing,
-    choose_effort,
-    evaluate_plans,
-    measure,
-    measure_round,
-    shorten,
-)
-from knapspec_edge.latency.model import LatencyModel
+from knapspec_edge.errors import Interrupted, NativeError, PlanError, UsageError
+from knapspec_edge.latency import kept
+from knapspec_edge.latency.fidelity import GREEDY
 from knapspec_edge.latency.store import Store, default_folder
 from knapspec_edge.records import SKIP, Draft, Kind, Mode, ModeKind, Plan
 from knapspec_edge.search import plan_file
 from knapspec_edge.search.acceptance import judge
 from knapspec_edge.search.knapsack import Option, solve
-from knapspec_edge.search.planner import candidate_plans, decide, measurement_key
+from knapspec_edge.search.planner import (
+    Decision,
+    Measured,
+    candidate_plans,
+    choose_effort,
+    decide,
+    measurement_key,
+)
 from knapspec_edge.search.throughput import (
     can_pay,
     expected_tokens,
@@ -64,6 +61,34 @@ def toy(
 
 def decide_for(backend: FakeBackend, store: Store | None = None, config: Config = CONFIG):
     return decide(backend, "toy", CALIBRATION, config, store, clock=backend.clock)
+
+
+def measure(backend: FakeBackend) -> Measured:
+    """What `decide` measured."""
+    measured = decide_for(backend).measured
+    assert measured is not None
+    return measured
+
+
+def keys_of(backend: FakeBackend) -> dict[str, dict[str, object]]:
+    """Of everything that `decide_for` keeps."""
+    return {
+        "latency": kept.latency_key(backend, "toy"),
+        "fidelity": kept.fidelity_key(backend, "toy"),
+        "decision": measurement_key(backend, "toy", CALIBRATION),
+    }
+
+
+# Fewer passes and sublayers, where it only matters that something was measured.
+QUICK = Config(measure_budget_seconds=3.0)
+
+
+def small() -> FakeBackend:
+    return toy(n_layer=2)
+
+
+def quick(store: Store) -> Decision:
+    return decide_for(small(), store, QUICK)
 
 
 class TestThroughput:
@@ -170,106 +195,91 @@ class TestKnapsack:
 
 
 class TestMeasurement:
+    """What a decision rests on: latency (test_profiler.py), text and fidelity together."""
+
     def test_costs_are_what_the_model_costs(self) -> None:
         costs = Costs(fixed_ms=1, head_ms=2, attention_ms=0.5, mlp_ms=0.7, per_token=0.3)
         backend = toy(costs)
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        n = profile.context_tokens
-        step = costs.step_ms(backend.sublayers, n + 1, None)
-        assert profile.step.median_ms == pytest.approx(step, rel=1e-3)
+        measured = measure(backend)
+        n = measured.context_tokens
+        assert n == CONFIG.measure_context_tokens
+        step = costs.step_ms(backend.sublayers, n, None)
+        assert measured.step_ms == pytest.approx(step, rel=1e-3)
         attention = costs.attention_ms + costs.attention_ms_per_1k * n / 1000
-        assert profile.kinds["attention"].item_ms == pytest.approx(attention, rel=1e-2)
-        assert profile.kinds["mlp"].item_ms == pytest.approx(0.7, rel=1e-2)
-        assert profile.kinds["mlp"].count == 6
-        assert sorted(profile.verify) == list(range(1, 10))
-        for b, timing in profile.verify.items():
-            assert timing.median_ms == pytest.approx(step * (1 + 0.3 * (b - 1)), rel=1e-2)
-
-    def test_the_latency_model_predicts_plans_it_was_not_fitted_on(self) -> None:
-        backend = toy()
-        model = LatencyModel(measure(backend, CALIBRATION, clock=backend.clock), backend.sublayers)
-        for skipped in ([0], [1, 3], [0, 2, 4, 5], list(range(12))):
-            plan = Plan.skipping(12, skipped)
-            real = FAST.step_ms(backend.sublayers, 257, plan)
-            assert model.draft_ms(plan) == pytest.approx(real, rel=0.01)
-        with pytest.raises(ValueError, match="not measured"):
-            model.verify_ms(10)
-
-    def test_several_tokens_are_never_believed_to_cost_less_than_one(self) -> None:
-        backend = toy()
-        profile = measure(backend, CALIBRATION, CONFIG, clock=backend.clock)
-        disturbed = {b: replace(t, median_ms=t.median_ms / 20) for b, t in profile.verify.items()}
-        disturbed[1] = profile.verify[1]
-        model = LatencyModel(replace(profile, verify=disturbed), backend.sublayers)
-        assert model.verify_ms(4) == model.step_ms
-        # so a draft that is never right cannot win, however odd the clock
-        assert tokens_per_ms(1.0, 1, 0.0, model.verify_ms(2)) <= 1.0 / model.step_ms
-
-    def test_drift_between_steps_and_passes_is_taken_out(self) -> None:
-        """The machine ran at another speed while passes were timed: only their shape counts."""
-        backend = toy()
-        profile = measure(backend, CALIBRATION, CONFIG, clock=backend.clock)
-        exact = LatencyModel(profile, backend.sublayers)
-        slower = {b: replace(t, median_ms=1.3 * t.median_ms) for b, t in profile.verify.items()}
-        model = LatencyModel(replace(profile, verify=slower), backend.sublayers)
-        assert model.verify_ms(1) == pytest.approx(model.step_ms)
-        for b in (2, 4, 9):
-            assert model.verify_ms(b) == pytest.approx(exact.verify_ms(b))
+        assert measured.costs.saving_ms(0, n) == pytest.approx(attention, rel=1e-2)
+        assert measured.costs.saving_ms(1, n) == pytest.approx(0.7, rel=1e-2)
+        assert measured.costs.max_width == CONFIG.measure_verify_max == 9
+        for b in range(1, 10):
+            wide = measured.costs.verify_ms(n, b)
+            assert wide == pytest.approx(step * (1 + 0.3 * (b - 1)), rel=1e-2)
 
     def test_agreement_finds_the_harmful_items(self) -> None:
         backend = toy(harm={1: 0.9, 10: 0.4})
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        by_index = {i.index: i.agreement for i in profile.items}
+        fidelity = measure(backend).fidelity
+        by_index = {i.index: i.agreement for i in fidelity.agreements(backend.sublayers)}
         assert len(by_index) == 12
         assert by_index[1] < 0.4
         assert 0.3 < by_index[10] < 0.85
         assert all(a > 0.85 for i, a in by_index.items() if i not in (1, 10))
-        assert profile.batch_agreement == 1.0
+        assert fidelity.batch_agreement == 1.0
+        assert fidelity.batch_total == CONFIG.measure_window_tokens - 1
 
     def test_the_window_is_the_targets_own_text(self) -> None:
         backend = toy()
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
+        measured = measure(backend)
+        text = measured.text
         expected, _ = naive.plain(
-            backend.model, list(profile.prompt), len(profile.window), naive.Sampling()
+            backend.model, list(text.prompt), len(text.window), naive.Sampling()
         )
-        assert list(profile.window) == expected
-        assert len(profile.window) == CONFIG.measure_window_tokens
-        assert profile.context_tokens == CONFIG.measure_context_tokens
+        assert list(text.window) == expected
+        assert len(text.window) == CONFIG.measure_window_tokens
+        assert len(text.prompt) == measured.context_tokens == CONFIG.measure_context_tokens
 
     def test_single_agreements_equal_a_naive_count(self) -> None:
         backend = toy(harm={3: 0.5})
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        text = [*profile.prompt]
+        measured = measure(backend)
+        text = [*measured.text.prompt]
         same = 0
-        for token in profile.window:
+        for token in measured.text.window:
             text.append(token)
             plan = Plan.skipping(12, [3])
             ours = backend.model.pick(text, naive.Sampling(), plan).token
             same += ours == backend.model.pick(text, naive.Sampling(), None).token
-        assert profile.items[3].agreement == pytest.approx(same / len(profile.window))
+        (count,) = [c for c in measured.fidelity.counts if c.index == 3]
+        assert (count.agreed, count.total) == (same, len(measured.text.window))
+        assert (count.mode, count.context_tokens) == ("skip", measured.context_tokens)
 
     @pytest.mark.parametrize("step_factor", [0.2, 2, 10, 100])
     def test_a_slow_model_is_measured_less_and_the_record_says_so(self, step_factor: float) -> None:
         costs = Costs(*(x * step_factor for x in (0.5, 1.0, 0.3, 0.1, 0.4)), per_token=0.3)
         backend = toy(costs, n_layer=20)
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        full = FakeBackend(costs=costs, n_layer=20).costs.step_ms(backend.sublayers, 256, None)
+        measured = measure(backend)
+        full = costs.step_ms(backend.sublayers, 256, None)
+        budget_ms = 1000.0 * CONFIG.measure_budget_seconds
         if step_factor == 0.2:
-            assert profile.notes == ()
-            assert profile.elapsed_ms < profile.budget_ms
+            assert measured.notes == ()
+            assert backend.now_ms < budget_ms
         else:
-            assert profile.notes
-            assert len(profile.window) < CONFIG.measure_window_tokens
+            assert len(measured.text.window) < CONFIG.measure_window_tokens
+            shortened = f"shortened to {len(measured.text.window)} tokens"
+            assert any(shortened in note for note in measured.notes)
         if step_factor >= 10:
-            probed = [i for i in profile.items if i.probed]
-            assert len(probed) < len(profile.items) == 40
+            items = measured.fidelity.agreements(backend.sublayers)
+            probed = [i for i in items if i.probed]
+            assert len(probed) < len(items) == 40
             assert {0, 1, 2, 3, 38, 39} <= {i.index for i in probed}
-            assert any("interpolated" in note for note in profile.notes)
+            assert any("interpolated" in note for note in measured.notes)
+            assert len(measured.text.prompt) < CONFIG.measure_context_tokens
+            context = f"at a context of {len(measured.text.prompt)} tokens"
+            assert any(context in note for note in measured.notes)
+            assert len(measured.costs.profile.samples) < 70
+        if step_factor == 100:
+            assert measured.costs.profile.notes
         # However slow: no more than a few hundred steps.
-        assert profile.elapsed_ms < max(profile.budget_ms, 400 * full)
+        assert backend.now_ms < max(CONFIG.measure_overrun * budget_ms, 400 * full)
 
     def test_less_effort_for_slower_models_in_the_promised_order(self) -> None:
-        efforts = [choose_effort(ms, 0.2 * ms, 60, 10_000, 9, CONFIG) for ms in (2, 10, 30, 100)]
+        efforts = [choose_effort(ms, 0.2 * ms, 60, 9_000, CONFIG) for ms in (2, 10, 30, 100)]
         assert [e.window_tokens for e in efforts] == sorted(
             (e.window_tokens for e in efforts), reverse=True
         )
@@ -281,13 +291,13 @@ class TestMeasurement:
 
     def test_interpolated_values_lie_between_their_neighbours(self) -> None:
         backend = toy(Costs(100, 100, 50, 0, 50, 0.3), n_layer=20, harm={0: 0.95, 1: 0.95})
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        guessed = [i for i in profile.items if not i.probed]
+        items = measure(backend).fidelity.agreements(backend.sublayers)
+        guessed = [i for i in items if not i.probed]
         assert guessed
         for item in guessed:
             kin = [
                 i.agreement
-                for i in profile.items
+                for i in items
                 if i.probed and i.index % 2 == item.index % 2 and abs(i.index - item.index) < 16
             ]
             assert min(kin) <= item.agreement <= max(kin)
@@ -301,11 +311,13 @@ class TestMeasurement:
         assert seen[-1] == 1.0
         assert len(seen) > 50
 
-    @pytest.mark.parametrize("call", [0, 3, 40, 90, 150, 250])
+    @pytest.mark.parametrize("place", [0.0, 0.01, 0.2, 0.5, 0.7, 0.8, 0.9, 0.97, 1.0])
     @pytest.mark.parametrize("error", [interrupted(), KeyboardInterrupt()])
-    def test_an_interrupt_leaves_the_cache_empty(self, call: int, error: BaseException) -> None:
+    def test_an_interrupt_leaves_the_cache_empty(self, place: float, error: BaseException) -> None:
+        counted = toy()
+        decide_for(counted)
         backend = toy()
-        backend.fail_at[call] = error
+        backend.fail_at[round(place * (counted.n_computed - 1))] = error
         with pytest.raises(type(error)):
             decide_for(backend)
         assert backend.tokens == ()
@@ -313,79 +325,41 @@ class TestMeasurement:
     def test_small_contexts(self) -> None:
         for n_ctx in (18, 30, 64, 100):
             backend = FakeBackend(ToyModel(end_tokens=frozenset()), n_ctx=n_ctx)
-            profile = measure(backend, CALIBRATION, clock=backend.clock)
-            assert profile.context_tokens + len(profile.window) <= n_ctx
+            text = measure(backend).text
+            assert len(text.prompt) + len(text.window) <= n_ctx
             assert backend.tokens == ()
-        with pytest.raises(ContextError, match="--ctx"):
-            measure(FakeBackend(n_ctx=17), CALIBRATION)
+        for n_ctx in (2, 10, 16, 17):
+            backend = FakeBackend(n_ctx=n_ctx)
+            decision = decide_for(backend)
+            assert decision.state == "off"
+            assert "--ctx" in decision.reason
+            assert backend.tokens == ()
 
     def test_misuse_is_refused(self) -> None:
         backend = toy()
         backend.prefill([1, 2], naive.Sampling())
         with pytest.raises(ValueError, match="empty"):
-            measure(backend, CALIBRATION)
+            decide_for(backend)
         with pytest.raises(ValueError, match="calibration"):
-            measure(toy(), [1])
-
-    def test_shortening_keeps_both_ends(self) -> None:
-        tokens = list(range(100))
-        assert shorten(tokens, 100) == tokens
-        assert shorten(tokens, 32) == [*range(8), *range(76, 100)]
-        assert shorten(tokens, 3) == [0, 98, 99]
+            decide(toy(), "toy", [1])
 
     def test_parallel_residuals_are_one_kind(self) -> None:
         backend = toy(parallel=True)
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        assert list(profile.kinds) == ["block"]
-        assert decide_for(backend).draft is not None
-
-    def test_a_profile_survives_json(self) -> None:
-        backend = toy()
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
-
-    def test_timing_of_few_and_many(self) -> None:
-        assert Timing.of([3.0]) == Timing(3.0, 3.0, 3.0, 1)
-        assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Timing(3.0, 2.0, 4.0, 5)
-
-    def test_evaluating_plans_leaves_the_cache_alone(self) -> None:
-        backend = toy()
-        backend.prefill([1, 2, 3], naive.Sampling())
-        plans = [None, Plan.skipping(12, [4]), Plan.skipping(12, [0, 5])]
-        first, picks, probabilities = evaluate_plans(backend, [4, 5, 6, 7, 8], plans, 2)
-        assert first == 0
-        assert backend.tokens == (1, 2, 3)
-        backend.check_ledger()
-        for row, plan in enumerate(plans):
-            for i in range(5):
-                text = [1, 2, 3, 4, 5, 6, 7, 8][: 4 + i]
-                pick = backend.model.pick(text, naive.Sampling(), plan)
-                assert picks[row, i] == pick.token
-                assert probabilities[row, i] == pytest.approx(pick.probability)
-
-    def test_round_timing(self) -> None:
-        backend = toy()
-        backend.prefill(CALIBRATION[:50], naive.Sampling())
-        plan = Plan.skipping(12, [1, 2, 5])
-        timing = measure_round(backend, CALIBRATION[:9], plan, 4, 3, clock=backend.clock)
-        assert timing.draft_step_ms == pytest.approx(
-            FAST.step_ms(backend.sublayers, 52, plan), rel=0.01
-        )
-        step = FAST.step_ms(backend.sublayers, 52, None)
-        assert timing.plain_step_ms == pytest.approx(step, rel=0.01)
-        assert timing.verify_ms == pytest.approx(step * 1.08, rel=0.01)
-        assert backend.n_past == 50
+        decision = decide_for(backend)
+        assert decision.measured is not None
+        assert [c.kind for c in decision.measured.costs.classes] == [Kind.BLOCK]
+        assert decision.draft is not None
 
     def test_judging_compares_with_the_targets_own_tokens(self) -> None:
         backend = toy(harm={3: 0.5})
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        backend.prefill(profile.prompt, naive.Sampling())
+        text = measure(backend).text
+        backend.prefill(text.prompt, naive.Sampling())
         plans = [Plan.full(12), Plan.skipping(12, [3])]
-        whole, harmed = judge(backend, profile.window, plans, 8)
+        whole, harmed = judge(backend, text.window, plans, 8)
         assert whole.agreement == 1.0
         assert harmed.agreement < 0.8
-        assert len(whole.agree) == len(whole.probability) == len(profile.window) - 1
-        assert judge(backend, profile.window, [], 8) == []
+        assert len(whole.agree) == len(whole.probability) == len(text.window) - 1
+        assert judge(backend, text.window, [], 8) == []
 
 
 class TestDecision:
@@ -403,7 +377,7 @@ class TestDecision:
         def speed(draft: Draft | None) -> float:
             session = Session(backend, clock=backend.clock)
             generation = session.generate(
-                list(decision.profile.prompt), draft=draft, max_tokens=400
+                list(decision.measured.text.prompt), draft=draft, max_tokens=400
             )
             assert len(list(generation)) == 400
             return generation.stats.predicted_per_second
@@ -449,10 +423,10 @@ class TestDecision:
     def test_finalists_are_judged_on_tokens_they_were_not_chosen_by(self) -> None:
         backend = toy()
         decision = decide_for(backend)
-        profile = decision.profile
-        assert profile is not None
+        assert decision.measured is not None
+        text = decision.measured.text
         # the target's own continuation behind the window, obtained the obvious way
-        context = [*profile.prompt, *profile.window]
+        context = [*text.prompt, *text.window]
         fresh = [backend.prefill(context, GREEDY).token]
         while len(fresh) < CONFIG.plan_fresh_tokens:
             fresh.append(backend.decode(fresh[-1], GREEDY).token)
@@ -483,10 +457,10 @@ class TestDecision:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         backend = toy()
-        noise = itertools.cycle([0.0, 90.0, 5.0, 200.0, 30.0])
+        noise = random.Random(1)
 
         def busy(_: str) -> None:
-            backend.now_ms += next(noise)
+            backend.now_ms += noise.expovariate(1 / 80.0)
 
         backend.on_call = busy
         decision = decide_for(backend, Store(tmp_path))
@@ -510,22 +484,27 @@ class TestDecision:
             backend.now_ms += backend.now_ms * 2e-4
 
         backend.on_call = slower_and_slower
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        assert profile.kinds["mlp"].item_ms == pytest.approx(1.0, rel=0.25)
+        measured = measure(backend)
+        assert measured.costs.saving_ms(1, measured.context_tokens) == pytest.approx(1.0, rel=0.25)
 
-    def test_a_wrong_estimate_does_not_cost_minutes(self) -> None:
-        """Fast at first, then something else takes the machine."""
+    @pytest.mark.parametrize("first", ["decode", "prefill"])
+    def test_a_wrong_estimate_does_not_cost_minutes(self, first: str) -> None:
+        """Fast at first, then something else takes the machine: while passes are timed, or only
+        once the text is computed."""
         backend = toy(Costs(0.2, 0.3, 0.1, 0.0, 0.1, 0.05), n_layer=20)
-        calls = itertools.count()
+        calls = {"decode": 0, "prefill": 0}
 
-        def taken(_: str) -> None:
-            backend.now_ms += 0.0 if next(calls) < 60 else 150.0
+        def taken(call: str) -> None:
+            if call in calls:
+                calls[call] += 1
+            late = calls[first] > (60 if first == "decode" else 0)
+            backend.now_ms += 150.0 if late else 0.0
 
         backend.on_call = taken
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        assert any("out of time" in note for note in profile.notes)
-        assert len(profile.items) == 40
-        assert profile.elapsed_ms < 3.5 * profile.budget_ms
+        measured = measure(backend)
+        assert any("out of time" in n or "not at rest" in n for n in measured.notes)
+        assert len(measured.fidelity.agreements(backend.sublayers)) == 40
+        assert backend.clock() < 3.5 * CONFIG.measure_budget_seconds
 
     def test_harmful_items_are_never_left_out(self) -> None:
         backend = toy(harm={1: 0.9, 10: 0.5})
@@ -534,8 +513,10 @@ class TestDecision:
 
     def test_candidates_go_from_shallow_to_deep(self) -> None:
         backend = toy()
-        profile = measure(backend, CALIBRATION, clock=backend.clock)
-        plans = candidate_plans(profile, backend.sublayers)
+        measured = measure(backend)
+        plans = candidate_plans(
+            measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers
+        )
         depths = [len(p.skipped) for p in plans]
         assert 3 <= len(plans) <= CONFIG.plan_shortlist
         assert depths == sorted(depths)
@@ -582,27 +563,28 @@ class TestDecision:
 class TestStore:
     def test_the_second_time_nothing_is_computed(self, tmp_path: Path) -> None:
         store = Store(tmp_path / "deep" / "er")
-        first = decide_for(toy(), store)
-        backend = toy()
-        second = decide_for(backend, store)
+        first = quick(store)
+        backend = small()
+        second = decide_for(backend, store, QUICK)
         assert backend.log == []
         assert second.from_cache
         assert not first.from_cache
         assert second.reason == first.reason
         assert second.draft == first.draft
         assert second.alternatives == first.alternatives
-        assert [p.suffix for p in (tmp_path / "deep" / "er").iterdir()] == [".json"]
+        # the latency profile, the fidelity counts, and what was decided on
+        assert [p.suffix for p in (tmp_path / "deep" / "er").iterdir()] == 3 * [".json"]
 
     def test_every_part_of_the_key_matters(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
-        decide_for(toy(), store)
+        quick(store)
         keys = []
         for change in ({"threads": 8}, {"kv_type": "q8_0"}, {"devices": ["gpu"]}):
-            backend = toy()
+            backend = small()
             backend.settings.update(change)
             keys.append(measurement_key(backend, "toy", CALIBRATION))
             assert store.load(keys[-1]) is None
-        backend = toy()
+        backend = small()
         assert store.load(measurement_key(backend, "other", CALIBRATION)) is None
         assert store.load(measurement_key(backend, {"file": "toy"}, CALIBRATION)) is None
         assert store.load(measurement_key(backend, "toy", CALIBRATION[1:])) is None
@@ -612,6 +594,7 @@ class TestStore:
         backend.n_ctx = 8192
         assert store.load(measurement_key(backend, "toy", CALIBRATION)) is not None
 
+    @pytest.mark.parametrize("which", ["latency", "decision", "fidelity"])
     @pytest.mark.parametrize(
         "content",
         [
@@ -621,18 +604,48 @@ class TestStore:
         ],
     )  # fmt: skip
     def test_a_damaged_file_is_measured_again_with_one_line(
-        self, tmp_path: Path, content: bytes
+        self, tmp_path: Path, content: bytes, which: str
     ) -> None:
         warnings: list[str] = []
         store = Store(tmp_path, warn=warnings.append)
-        good = decide_for(toy(), store)
-        (path,) = tmp_path.iterdir()
+        good = quick(store)
+        path = store.path(keys_of(small())[which])
         path.write_bytes(content)
-        assert decide_for(toy(), store).reason == good.reason
+        if which == "fidelity":
+            # nothing looks at the counts until there are new ones to add
+            assert quick(store).from_cache
+            assert warnings == []
+            store.path(keys_of(small())["decision"]).unlink()
+        again = quick(store)
+        assert (again.reason, again.from_cache) == (good.reason, False)
         assert len(warnings) == 1
         assert "measuring again" in warnings[0]
         assert "\n" not in warnings[0]
-        assert decide_for(toy(), store).from_cache
+        assert quick(store).from_cache
+        assert len(warnings) == 1
+
+    def test_what_is_not_damaged_is_not_measured_again(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        whole = small()
+        decide_for(whole, store, QUICK)
+        store.path(keys_of(small())["decision"]).unlink()
+        backend = small()
+        decide_for(backend, store, QUICK)
+        assert 0 < backend.clock() < 0.7 * whole.clock()
+        assert "fill" not in {call for call, _ in backend.log}  # so no latency was measured
+
+    def test_counts_of_all_runs_are_kept(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        first = quick(store).measured
+        backend = small()
+        other = [1 + (5 * i) % 21 for i in range(300)]
+        second = decide(backend, "toy", other, QUICK, store, clock=backend.clock).measured
+        assert first is not None
+        assert second is not None
+        assert second.text != first.text
+        total = kept.load_fidelity(store, keys_of(backend)["fidelity"], backend)
+        assert total == first.fidelity.plus(second.fidelity)
+        assert total.runs == 2
 
     def test_a_foreign_key_in_the_right_place_is_ignored(self, tmp_path: Path) -> None:
         warnings: list[str] = []
@@ -642,13 +655,48 @@ class TestStore:
         assert store.load({"a": 2}) is None
         assert len(warnings) == 1
 
-    def test_content_of_another_shape_is_measured_again(self, tmp_path: Path) -> None:
-        store = Store(tmp_path)
-        backend = toy()
-        key = measurement_key(backend, "toy", CALIBRATION)
-        for content in ({}, {"profile": 3}, {"profile": {}, "finalists": None}):
+    @pytest.mark.parametrize("which", ["latency", "decision"])
+    def test_content_of_another_shape_is_measured_again(self, tmp_path: Path, which: str) -> None:
+        warnings: list[str] = []
+        store = Store(tmp_path, warn=warnings.append)
+        backend = small()
+        decide_for(backend, store, QUICK)
+        key = keys_of(backend)[which]
+        good = store.load(key)
+        assert good is not None
+        wrong: list[dict[str, object]] = [{}, {"profile": 3}, {"profile": {}, "finalists": None}]
+        if which == "decision":
+            wrong += [{**good, "finalists": [{}]}, {**good, "fidelity": 7}, {**good, "window": "a"}]
+        for content in wrong:
+            warnings.clear()
             store.save(key, content)
-            assert not decide_for(toy(), store).from_cache
+            assert not quick(store).from_cache
+            assert len(warnings) == 1
+            assert "no valid measurement; measuring again" in warnings[0]
+            assert quick(store).from_cache
+
+    def test_a_decision_on_another_profile_is_made_again_in_silence(self, tmp_path: Path) -> None:
+        warnings: list[str] = []
+        store = Store(tmp_path, warn=warnings.append)
+        quick(store)
+        key = keys_of(small())["decision"]
+        content = store.load(key)
+        assert content is not None
+        store.save(key, {**content, "latency_at": content["latency_at"] - 1.0})
+        assert not quick(store).from_cache
+        assert quick(store).from_cache
+        assert warnings == []
+
+    def test_a_stale_profile_is_measured_again(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        first = quick(store)
+        kept.mark_stale(store, keys_of(small())["latency"], "rounds take 1.4 times as long")
+        backend = small()
+        again = decide_for(backend, store, QUICK)
+        assert not again.from_cache
+        assert "fill" in {call for call, _ in backend.log}
+        assert again.reason == first.reason
+        assert quick(store).from_cache
 
     def test_a_folder_that_cannot_be_written_costs_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -656,7 +704,7 @@ class TestStore:
         warnings: list[str] = []
         blocked = tmp_path / "file"
         blocked.write_text("not a folder")
-        decision = decide_for(toy(), Store(blocked / "below", warn=warnings.append))
+        decision = quick(Store(blocked / "below", warn=warnings.append))
         assert decision.state == "on"
         assert sum("cannot keep" in w for w in warnings) == 1
 
@@ -666,7 +714,7 @@ class TestStore:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        decision = decide_for(toy(), Store(tmp_path / "disk", warn=warnings.append))
+        decision = quick(Store(tmp_path / "disk", warn=warnings.append))
         assert decision.state == "on"
         assert len(warnings) == 1
         assert "No space left" in warnings[0]
@@ -677,11 +725,11 @@ class TestStore:
     ) -> None:
         assert default_folder() == user_cache / "measurements"
         store = Store()
-        decide_for(toy(), store)
-        (path,) = default_folder().iterdir()
-        path.write_text("?")
+        quick(store)
+        assert len(list(default_folder().iterdir())) == 3
+        store.path(keys_of(small())["latency"]).write_text("?")
         with caplog.at_level(logging.WARNING):
-            decide_for(toy(), store)
+            quick(store)
         assert len(caplog.records) == 1
 
 

@@ -136,15 +136,19 @@ class Fidelity:
             for i, mode, context, agreed, total in data["counts"]
         )
         for c in counts:
-            if not (0 <= c.index < n_sublayers and 0 <= c.agreed <= c.total):
+            known = 0 <= c.index < n_sublayers and c.context_tokens >= 0
+            if not (known and 0 <= c.agreed <= c.total):
                 raise ValueError("a count is impossible")
-        return cls(
+        found = cls(
             counts,
             int(data["batch_agreed"]),
             int(data["batch_total"]),
             int(data["runs"]),
             tuple(str(note) for note in data["notes"]),
         )
+        if found.runs < 0 or not 0 <= found.batch_agreed <= found.batch_total:
+            raise ValueError("a count is impossible")
+        return found
 
 
 @dataclass(frozen=True)

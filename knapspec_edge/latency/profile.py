@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -94,10 +95,12 @@ class LatencyProfile:
                 int(s["width"]),
                 _from_hex(s["skipped"]),
                 bool(s["head"]),
-                Timing(**s["timing"]),
+                _timing(s["timing"]),
             )
             for s in data["samples"]
         )
+        if any(s.width < 1 or s.context_tokens < 0 for s in samples):
+            raise ValueError("a pass of no tokens, or behind fewer than none")
         covered = sorted(i for c in classes for i in c.members)
         if covered != list(range(n)):
             raise ValueError("the classes do not cover the sublayers")
@@ -123,10 +126,27 @@ def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
     return Plan.skipping(n_sublayers, list(sample.skipped)) if sample.skipped else None
 
 
+def _timing(data: Mapping[str, Any]) -> Timing:
+    """Raises KeyError, TypeError or ValueError for anything that was never measured."""
+    timing = Timing(
+        float(data["median_ms"]),
+        float(data["low_ms"]),
+        float(data["high_ms"]),
+        int(data["samples"]),
+        int(data["dropped"]),
+    )
+    times = (timing.low_ms, timing.median_ms, timing.high_ms)
+    if not (timing.median_ms > 0.0 and all(map(math.isfinite, times)) and timing.samples > 0):
+        raise ValueError("a time is impossible")
+    return timing
+
+
 def _to_hex(indices: Sequence[int]) -> str:
     return f"{sum(1 << i for i in indices):x}"
 
 
 def _from_hex(text: str) -> tuple[int, ...]:
     bits = int(text, 16)
+    if bits < 0:
+        raise ValueError("a set of sublayers is negative")
     return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)

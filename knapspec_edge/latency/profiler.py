@@ -7,20 +7,25 @@ computed.
 A noisy, drifting machine is met like this. A visit to a context begins and ends with plain steps
 and times other passes in between, each relative to them; of the passes of one visit the fastest
 counts, since other load only adds time; the first pass of a graph, which is built in it, never
-does. Visits to all contexts are interleaved, a visit whose plain steps changed by more than
-`profile_visit_drift` is thrown away, and over the visits the median is taken (timing.Timing states
-the outlier rule). The time budget goes first to what a prediction cannot do without, then to
-whatever reduces the expected error of predictions most per second.
+does. A visit whose plain steps changed by more than `profile_visit_drift` is thrown away, and over
+the visits the median is taken (timing.Timing states the outlier rule). The ratios are multiplied
+with the usual plain step, not the fastest, at their context; visits to all contexts are
+interleaved, so that what changed for all of them at once can be told from what a context costs
+(regression.levels_without_drift). The time budget goes first to what a prediction cannot do
+without, then to whatever reduces the expected error of predictions most per second.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ..backend import Backend
 from ..config import DEFAULTS, Config
@@ -30,7 +35,8 @@ from ..records import Plan, Sampling
 from .classes import layer_classes
 from .costs import CELLS_PER_STEP, SAMPLE_PRIOR, Costs
 from .profile import LatencyProfile, Sample
-from .timing import Timing
+from .regression import levels_without_drift
+from .timing import Timing, without_outliers
 
 Clock = Callable[[], float]
 # Share of the work that is done, 0..1.
@@ -40,7 +46,9 @@ GREEDY = Sampling()
 
 _NARROW = tuple(range(1, 17))
 _WIDE = (24, 32)
-_CORE_WIDTHS = (2, 3, 4, 5, 6, 8)  # short drafts decide; what lies between is interpolated
+# Short drafts decide; what lies between is interpolated. The most telling come first, in case that
+# time runs out.
+_CORE_WIDTHS = (4, 8, 2, 6, 3, 5)
 _KIND_WIDTHS = (4, 8, 16)  # at which attention and MLP are told apart
 _VERIFY_CONTEXTS = 4  # at which all widths are timed, at most
 _MIXTURES = 3  # random plans among those that are fitted, per context
@@ -62,7 +70,7 @@ _MAX_VISIT_TASKS = 8
 _ASSUMED_TOKEN_SHARE = 0.5  # cost of a further token in a pass, in steps, before it is known
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     """One kind of pass at one context."""
 
@@ -180,7 +188,8 @@ class _Profiler:
             backend.sublayers, backend.traits, config.profile_classes_per_kind
         )
         self._steps: dict[int, _Task] = {}
-        self._references: dict[int, list[float]] = {}
+        self._references: dict[int, list[float]] = {}  # usual step of each visit, ms
+        self._visits: list[tuple[float, int, float]] = []  # (seconds, context, usual step in ms)
         self._tasks: list[_Task] = []
         self._token_share = _ASSUMED_TOKEN_SHARE
         self._offset = 0  # of the tokens that are fed
@@ -218,6 +227,14 @@ class _Profiler:
         # The first pass may have read the weights from a disk: that is loading, not measuring.
         self._since = self.clock()
         self._estimates = [(grid[0], first_ms)]
+        left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
+        # a step at the other end takes no less
+        if len(grid) > 1 and 2.0 * first_ms * self._core_steps() > 3.0 * left_ms:
+            self._notes.append(
+                f"a step takes {first_ms:.0f} ms, too long for the budget of "
+                f"{self.budget_seconds:.0f} s: costs beyond {grid[0]} tokens are extrapolated"
+            )
+            return grid[:1]
         while len(grid) > 1:
             last_ms = self._glance(grid[-1])
             if last_ms > _SLOW_MS:
@@ -288,7 +305,7 @@ class _Profiler:
                 self._add(context, head=False, importance=0.5, core=context == grid[0])
             if context not in curves:
                 continue
-            for width in (*_NARROW[1:], *_WIDE):
+            for width in dict.fromkeys((*_CORE_WIDTHS, *_NARROW[1:], *_WIDE)):
                 if width <= self.widest:
                     narrow = width <= 9
                     self._add(
@@ -331,18 +348,22 @@ class _Profiler:
         left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
         missing = [t for t in self._tasks if t.core and not t.ratios]
         if missing:
-            # Even what is indispensable ends some time: later contexts are left out first, then
-            # all that a rough model can do without.
-            overrun = self.config.profile_overrun
-            over_ms = 1000.0 * (self._elapsed() - overrun * self.budget_seconds)
-            most_ms = 1000.0 * overrun * self.budget_seconds
-            if over_ms < 0.0 or (not self._enough() and over_ms < most_ms) or not self._any():
-                context = missing[0].context
-                return context, [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
-            return None
+            # Even what is indispensable ends some time: later contexts are left out first.
+            left_ms += 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
+            needed = self._indispensable(missing)
+            if left_ms <= 0.0:
+                if not needed:
+                    return None
+                missing = needed
+            missing = [*needed, *(t for t in missing if t not in needed)]
+            context = missing[0].context
+            tasks = [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
+            if left_ms > 0.0:
+                tasks = tasks[: self._how_many(context, tasks, left_ms)]
+            return context, tasks
         surprises = self._surprises()
         rated = [
-            (self._gain(t, surprises.get(id(t), 0.0)), t)
+            (self._gain(t, surprises.get(t, 0.0)), t)
             for t in self._tasks
             if not t.is_step or len(t.ratios) < 3
         ]
@@ -360,23 +381,36 @@ class _Profiler:
                 chosen.append(task)
         return context, chosen
 
-    def _any(self) -> bool:
-        return any(t.is_step and t.ratios for t in self._tasks)
+    def _how_many(self, context: int, tasks: Sequence[_Task], most_ms: float) -> int:
+        """How many of the tasks fit one visit of so many ms; at least one."""
+        for n in range(2, len(tasks) + 1):
+            if self._visit_ms(context, tasks[:n]) > most_ms:
+                return n - 1
+        return len(tasks)
 
-    def _enough(self) -> bool:
-        """Whether a model can be fitted to what is there: each class was left out somewhere."""
-        seen = [t for t in self._tasks if t.ratios and t.width == 1]
-        covered = {i for t in seen for i in t.skipped}
-        classes = all(any(i in covered for i in c.members) for c in self.classes)
-        return classes and any(t.width > 1 and t.ratios for t in self._tasks)
+    def _indispensable(self, missing: Sequence[_Task]) -> list[_Task]:
+        """What a model cannot be fitted without: a step, each class left out somewhere, and one
+        pass of several tokens."""
+        seen = [t for t in self._tasks if t.ratios]
+        covered = {i for t in seen if t.width == 1 for i in t.skipped}
+        needed = []
+        if not any(t.is_step for t in seen):
+            needed += [t for t in missing if t.is_step][:1]
+        for cls in self.classes:
+            if not covered & set(cls.members):
+                needed += [t for t in missing if t.skipped == cls.members][:1]
+        if not any(t.width > 1 for t in seen):
+            needed += [t for t in missing if t.width > 1][:1]
+        return needed
 
-    def _surprises(self) -> dict[int, float]:
+    def _surprises(self) -> dict[_Task, float]:
         """Relative distance, by task, of times seen once or twice from what all others suggest.
 
         Either the machine was disturbed or the cost is odd; both are worth another look.
         """
-        found: dict[int, float] = {}
+        found: dict[_Task, float] = {}
         costs = Costs(self._profile([]))
+        levels = self._levels()
         curves: dict[int, list[_Task]] = {}
         for task in self._tasks:
             if task.ratios and task.head and not task.skipped:
@@ -384,11 +418,10 @@ class _Profiler:
         for task in self._tasks:
             if not 0 < len(task.ratios) < _SETTLED_SAMPLES or not task.head:
                 continue
-            reference = Timing.of(self._references[task.context]).median_ms
-            ms = reference * min(task.ratios)
             if task.width == 1:
                 if task.plan is not None:
-                    found[id(task)] = abs(ms / costs.draft_ms(task.plan, task.context) - 1.0)
+                    ms = levels[task.context] * min(task.ratios)
+                    found[task] = abs(ms / costs.draft_ms(task.plan, task.context) - 1.0)
             elif task.plan is None:
                 others = [t for t in curves[task.context] if t is not task]
                 below = [t for t in others if t.width < task.width]
@@ -398,8 +431,8 @@ class _Profiler:
                     high = min(above, key=lambda t: t.width)
                     share = (task.width - low.width) / (high.width - low.width)
                     between = (1.0 - share) * min(low.ratios) + share * min(high.ratios)
-                    found[id(task)] = abs(min(task.ratios) / between - 1.0)
-        return {key: d for key, d in found.items() if d > _SURPRISE}
+                    found[task] = abs(min(task.ratios) / between - 1.0)
+        return {task: d for task, d in found.items() if d > _SURPRISE}
 
     def _gain(self, task: _Task, surprise: float) -> float:
         """Expected reduction of the squared relative error of predictions, per ms of measuring."""
@@ -438,9 +471,9 @@ class _Profiler:
 
     def _visit_ms(self, context: int, tasks: Sequence[_Task]) -> float:
         step_ms = self._step_estimate(context)
-        passes = [step_ms, *(self._task_ms(t) for t in tasks if not t.is_step)]
-        steps = passes[0] * _timed_passes(passes[0])
-        return steps + sum(ms * (1 + _timed_passes(ms)) for ms in passes)
+        # plain steps before and after
+        passes = [step_ms, step_ms, *(self._task_ms(t) for t in tasks if not t.is_step)]
+        return sum(ms * (1 + _timed_passes(ms)) for ms in passes)
 
     # -- measuring ---------------------------------------------------------------------------------
 
@@ -450,21 +483,28 @@ class _Profiler:
         if self.backend.n_past > context:
             rewind(self.backend, 0)
         self.backend.fill(context)
-        before = self._step_ms(context)
+        usual: list[float] = []
+        before = self._fastest(self._steps[context], usual)
         found: list[tuple[_Task, float]] = []
         for task in tasks:
+            # the machine may have become slower than a moment ago
+            if found and self._elapsed() > self.config.profile_overrun * self.budget_seconds:
+                break
             if not task.is_step:
                 found.append((task, self._fastest(task)))
                 self._report()
         # one visit of plain steps only says all there is to say
-        after = self._step_ms(context) if found else before
+        after = self._fastest(self._steps[context], usual) if found else before
         if max(before, after) > (1.0 + self.config.profile_visit_drift) * min(before, after):
-            # Even a machine that never rests gives what it can.
+            # Even a machine that never rests gives what it can, and in time.
             self._thrown_away += 1
-            if self._thrown_away <= self.config.profile_max_thrown_away:
+            most = self.config.profile_max_thrown_away
+            if self._thrown_away <= most and self._elapsed() < self.budget_seconds:
                 return
         reference = math.sqrt(before * after)
-        self._references[context].append(reference)
+        usual_ms = statistics.median(usual)
+        self._references[context].append(usual_ms)
+        self._visits.append((self._elapsed(), context, usual_ms))
         self._steps[context].ratios.append(1.0)
         self._steps[context].raw_ms.append(reference)
         for task, ms in found:
@@ -473,16 +513,16 @@ class _Profiler:
             if task.width == 8 and not task.skipped:
                 self._token_share = max(0.05, (ms / reference - 1.0) / 7.0)
 
-    def _step_ms(self, context: int) -> float:
-        return self._fastest(self._steps[context])
-
-    def _fastest(self, task: _Task) -> float:
-        """The fastest of a few passes, the first of which is not counted. Back at the context."""
+    def _fastest(self, task: _Task, all_ms: list[float] | None = None) -> float:
+        """The fastest of a few passes, the first of which is not counted; `all_ms` takes all that
+        are. Back at the context."""
         context = task.context
         first = self._time(task, 0)
         count = _timed_passes(first)
         times = [self._time(task, 1 + i) for i in range(count)]
         rewind(self.backend, context)
+        if all_ms is not None:
+            all_ms += times
         return min(times)
 
     def _time(self, task: _Task, offset: int) -> float:
@@ -510,18 +550,32 @@ class _Profiler:
     # -- results -----------------------------------------------------------------------------------
 
     def _samples(self) -> list[Sample]:
+        levels = self._levels()
         samples = []
         for task in self._tasks:
-            references = self._references[task.context]
-            if not references or not task.ratios:
+            if task.context not in levels or not task.ratios:
                 continue
+            step_ms = levels[task.context]
             if task.is_step:
-                timing = Timing.of(references)
+                raw = self._references[task.context]
+                scale = step_ms / Timing.of(raw).median_ms
+                timing = Timing.of([scale * ms for ms in raw])
             else:
-                step_ms = Timing.of(references).median_ms
                 timing = Timing.of([step_ms * ratio for ratio in task.ratios])
             samples.append(Sample(task.context, task.width, task.skipped, task.head, timing))
         return samples
+
+    def _levels(self) -> dict[int, float]:
+        """The usual step at each context, in ms, had the machine run at one speed all the time."""
+        kept = {c: set(without_outliers(refs)) for c, refs in self._references.items()}
+        visits = [v for v in self._visits if v[2] in kept[v[1]]]
+        contexts = sorted({context for _, context, _ in visits})
+        levels = levels_without_drift(
+            np.array([seconds for seconds, _, _ in visits]),
+            np.array([contexts.index(context) for _, context, _ in visits], dtype=np.intp),
+            np.log([ms for _, _, ms in visits]),
+        )
+        return dict(zip(contexts, np.exp(levels).tolist(), strict=True))
 
     def _close_notes(self) -> None:
         if self._thrown_away:

@@ -75,6 +75,33 @@ def non_negative_least_squares(
     return x / scale, errors / scale
 
 
+def levels_without_drift(
+    seconds: NDArray[np.float64], groups: NDArray[np.intp], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The level of each group, f64 [groups], of measurements that share a slow drift.
+
+    seconds f64 [n] ascending, groups i64 [n] in 0..k-1 each of which occurs, values f64 [n].
+    Generalised least squares: what neighbours in time have in common is drift (correlated over an
+    eighth of the time), what they do not is noise. How much of either there is, is read off the
+    residuals of the group means; with one measurement per group those are the levels.
+    """
+    n, k = len(values), int(groups.max()) + 1
+    rows = np.zeros((n, k))
+    rows[np.arange(n), groups] = 1.0
+    means: NDArray[np.float64] = rows.T @ values / rows.sum(axis=0)
+    residuals = values - means[groups]
+    total = float(residuals @ residuals) / max(1, n - k)
+    if n <= k or total == 0.0:
+        return means
+    white = min(total, float(np.mean(np.diff(residuals) ** 2)) / 2.0)
+    reach = max(1e-9, float(seconds[-1] - seconds[0]) / 8.0)
+    apart = np.abs(seconds[:, None] - seconds[None, :])
+    covariance = (total - white) * np.exp(-apart / reach) + max(white, 1e-3 * total) * np.eye(n)
+    weighted = np.linalg.solve(covariance, rows)
+    levels: NDArray[np.float64] = np.linalg.solve(rows.T @ weighted, weighted.T @ values)
+    return levels
+
+
 @dataclass(frozen=True)
 class Line:
     """value = intercept + slope * x, with 95 % half widths."""

@@ -30,11 +30,12 @@ class Timing:
     def of(cls, samples_ms: Sequence[float]) -> Timing:
         """Raises statistics.StatisticsError without any sample."""
         kept = without_outliers(samples_ms)
+        median = statistics.median(kept)
         low, high = kept[0], kept[-1]
         if len(kept) >= 4:
             low, _, high = statistics.quantiles(kept, n=4, method="inclusive")
         dropped = len(samples_ms) - len(kept)
-        return cls(statistics.median(kept), low, high, len(kept), dropped)
+        return cls(median, low, high, len(kept), dropped)
 
     @property
     def relative_spread(self) -> float:

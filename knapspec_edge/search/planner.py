@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backend import Backend
@@ -136,18 +136,19 @@ def decide(
     key = measurement_key(backend, model_key, calibration_tokens, config)
     latency_key = kept.latency_key(backend, model_key)
     latency = kept.load_latency(store, latency_key, backend)
-    now = time.time()
-    if latency is not None and latency.spread > config.measure_max_spread:
-        age_seconds = now - latency.measured_at
-        if not 0.0 <= age_seconds <= config.measure_retry_seconds:
-            latency = None
+    age_seconds = time.time() - latency.measured_at if latency is not None else 0.0
+    retry = not 0.0 <= age_seconds <= config.measure_retry_seconds
+    if latency is not None and latency.spread > config.measure_max_spread and retry:
+        latency = None
     stored = store.load(key) if latency is not None else None
     if stored is not None and latency is not None:
         try:
             if stored["latency_at"] == latency.measured_at:
                 text, fidelity, finalists = _from_json(stored, len(backend.sublayers))
                 measured = Measured(Costs(latency), text, fidelity)
-                return choose(measured, finalists, backend.sublayers, config, from_cache=True)
+                if not (retry and _disturbance(measured, finalists, config)):
+                    return choose(measured, finalists, backend.sublayers, config, from_cache=True)
+                latency = None
         except (KeyError, TypeError, ValueError, AttributeError):
             store.ignore(key)
     try:
@@ -216,11 +217,13 @@ def candidate_plans(
     solutions = [s for s in solve(items) if s.saving_units > 0]
     if not solutions:
         return []
+    verify_ms = verification_ms(costs, context_tokens, config)
     deepest = solutions[-1].saving_units
     best: dict[int, tuple[float, Plan]] = {}
     for solution in solutions:
         plan = Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True)))
-        rate = geometric_rate(costs, context_tokens, plan, math.exp(-solution.loss), config)
+        draft_ms = costs.draft_ms(plan, context_tokens)
+        rate = geometric_rate(draft_ms, math.exp(-solution.loss), verify_ms)
         part = math.isqrt(config.plan_shortlist**2 * (solution.saving_units - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, plan)
@@ -258,14 +261,12 @@ def choose(
             from_cache=from_cache,
         )
     best = ranked[0]
-    noisy = _too_noisy(measured.costs, config)
-    on = not noisy and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
-    if noisy:
-        steps = measured.costs.profile.steps()
-        step = max(steps, key=lambda s: s.timing.relative_spread).timing
+    noise = _disturbance(measured, finalists, config)
+    on = noise is None and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
+    if noise is not None:
         reason = (
-            f"off: the machine was too busy to measure (a step took {step.low_ms:.1f} to "
-            f"{step.high_ms:.1f} ms); it will be measured again later"
+            f"off: the machine was too busy to measure (a step took {noise[0]:.1f} to "
+            f"{noise[1]:.1f} ms); it will be measured again later"
         )
     else:
         reason = _reason(best, on, len(sublayers), config)
@@ -297,24 +298,36 @@ def _reason(best: Alternative, on: bool, n_sublayers: int, config: Config) -> st
     return f"off: the best draft {figures}"
 
 
-def _too_noisy(costs: Costs, config: Config) -> bool:
-    """A measurement that says more about what else ran than about the model."""
-    return costs.blind or costs.profile.spread > config.measure_max_spread
+def _disturbance(
+    measured: Measured, finalists: Sequence[Finalist], config: Config
+) -> tuple[float, float] | None:
+    """Shortest and longest time of a plain step, in ms, of a measurement that says more about what
+    else ran than about the model; None for any other."""
+    profile = measured.costs.profile
+    if measured.costs.blind or profile.spread > config.measure_max_spread:
+        step = max(profile.steps(), key=lambda s: s.timing.relative_spread).timing
+        return step.low_ms, step.high_ms
+    for finalist in finalists:
+        if finalist.timing is not None:
+            # the profile was measured on another machine, so to speak, than the rounds
+            low, high = sorted((measured.step_ms, finalist.timing.plain_step_ms))
+            if high > (1.0 + config.measure_max_spread) * low:
+                return low, high
+    return None
 
 
-def geometric_rate(
-    costs: Costs, context_tokens: int, plan: Plan, alpha: float, config: Config = DEFAULTS
-) -> float:
-    """Tokens per ms of a plan whose every pick agrees with chance alpha, with the best length."""
-    draft_ms = costs.draft_ms(plan, context_tokens)
+def verification_ms(
+    costs: Costs, context_tokens: int, config: Config = DEFAULTS
+) -> dict[int, float]:
+    """Time of verifying a draft, by each length γ that may be chosen."""
+    return {gamma: costs.verify_ms(context_tokens, gamma + 1) for gamma in _lengths(costs, config)}
+
+
+def geometric_rate(draft_ms: float, alpha: float, verify_ms: Mapping[int, float]) -> float:
+    """Tokens per ms with the best γ of those whose verification `verify_ms` holds."""
     return max(
-        tokens_per_ms(
-            expected_tokens_geometric(alpha, gamma),
-            gamma,
-            draft_ms,
-            costs.verify_ms(context_tokens, gamma + 1),
-        )
-        for gamma in _lengths(costs, config)
+        tokens_per_ms(expected_tokens_geometric(alpha, gamma), gamma, draft_ms, verify)
+        for gamma, verify in verify_ms.items()
     )
 
 
@@ -496,7 +509,8 @@ def _measure_all(
             report=report_time(_FIDELITY_SHARE),
             enough=late,
         )
-        measured = Measured(costs, text, fidelity)
+        notes = (*_shortened(text, calibration_tokens, step_ms, config), *fidelity.notes)
+        measured = Measured(costs, text, replace(fidelity, notes=notes))
         finalists = _finalists(
             backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
         )
@@ -504,6 +518,14 @@ def _measure_all(
         rewind(backend, 0)
     report(1.0)
     return measured, finalists
+
+
+def _shortened(text: Text, tokens: Sequence[int], step_ms: float, config: Config) -> Iterator[str]:
+    """What the model's speed, or the size of its context, took from the text."""
+    if len(text.prompt) < min(config.measure_context_tokens, len(tokens)):
+        yield f"measured at a context of {len(text.prompt)} tokens"
+    if len(text.window) < config.measure_window_tokens:
+        yield f"shortened to {len(text.window)} tokens: one step takes {step_ms:.0f} ms"
 
 
 def _token_ms(costs: Costs, context_tokens: int) -> float:
