@@ -110,9 +110,7 @@ def _fastest_together(speeds: Mapping[int, int]) -> set[int]:
 def _physical_cores(root: Path, cpus: Iterable[int]) -> set[str]:
     """The distinct cores of these logical CPUs."""
     topology = root / "sys/devices/system/cpu"
-    return {
-        _read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus
-    }
+    return {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
 
 
 def _cpu_list(text: str) -> set[int]:
