@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -341,9 +342,16 @@ def run(command: Sequence[str | Path], libraries: Path, more: Mapping[str, str])
     except subprocess.TimeoutExpired:
         raise MissingError(f"{' '.join(words[1:4])} took longer than {SECONDS} s") from None
     if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        last = (result.stderr.strip().splitlines() or [_signal_name(result.returncode)])[-1]
         raise MissingError(f"{' '.join(words[1:4])} ended with {result.returncode}: {last}")
     return result.stdout
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return "no reason given"
 
 
 def check_command(

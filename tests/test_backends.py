@@ -223,6 +223,13 @@ def test_a_failing_process_is_one_line(tmp_path: Path) -> None:
         backends.run([sys.executable, "-c", code], tmp_path, {})
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+def test_a_crash_is_named(tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(backends.MissingError, match=r"ended with -9: SIGKILL$"):
+        backends.run([sys.executable, "-c", code], tmp_path, {})
+
+
 def test_devices_of_this_process_are_not_handed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
