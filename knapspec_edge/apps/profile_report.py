@@ -420,7 +420,7 @@ def crossing_text(costs: Costs) -> str:
         return "attention never costs as much as an MLP (lines continued to a million tokens)"
     if crossing <= 0.0:
         return "attention costs more than an MLP at every context"
-    text = f"attention costs more than an MLP from {_round_tokens(crossing):,} tokens on"
+    text = f"attention costs more than an MLP from {round_tokens(crossing):,} tokens on"
     if crossing > costs.profile.contexts[-1]:
         text += ", beyond what was measured"
     elif crossing < costs.profile.contexts[0]:
@@ -762,7 +762,7 @@ def _signed(value: float) -> str:
     return f"{'+' if value >= 0.0 else '−'} {_sig(abs(value))}"
 
 
-def _round_tokens(tokens: float) -> int:
+def round_tokens(tokens: float) -> int:
     """Two significant digits: no measurement knows more."""
     unit: int = 10 ** max(0, math.floor(math.log10(max(1.0, tokens))) - 1)
     return round(tokens / unit) * unit
