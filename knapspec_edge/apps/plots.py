@@ -335,6 +335,8 @@ def page(report: ProfileReport) -> str:
             for part in section.parts
         ]
         shown.append((section.title, parts))
+    if report.warnings:
+        shown.append(("Warnings", [_Part("", (), [("", text) for text in report.warnings])]))
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     # our own drawing, in which matplotlib has escaped all texts
     from markupsafe import Markup

@@ -19,7 +19,6 @@ from ..latency.costs import ClassCost, Costs
 from ..latency.profile import Sample
 from ..latency.regression import Line, fit_line, t95
 from ..records import Kind, SubLayer
-from ..search.settings import Candidate, candidate
 from .profile import ProfileReport, SettingResult
 
 # Widths of the verification table; all that were measured are in the JSON form.
@@ -211,6 +210,8 @@ def _overview(report: ProfileReport) -> Section:
         devices += f"; {device['offloaded_layers']} of {device['n_layers']} layers on a GPU"
         if device.get("partial"):
             devices += ", the rest on the CPU"
+    elif device.get("layers_in"):
+        devices += f"; layers in {', '.join(str(place) for place in device['layers_in'])}"
     if device.get("unified_memory"):
         devices += "; unified memory"
     kinds: dict[Kind, int] = {}
@@ -229,8 +230,9 @@ def _overview(report: ProfileReport) -> Section:
         else ("not kept", "the cache folder could not be written; it will be measured again")
     )
     parts: list[Table | Facts] = [Facts(_clean_pairs(pairs))]
-    if report.results:
-        parts.append(_comparison(report))
+    comparison = _comparison(report)
+    if comparison.pairs:
+        parts.append(comparison)
     head = "What passes cost on this machine"
     if report.interrupted:
         head += " (interrupted: from what was measured until then)"
@@ -246,50 +248,44 @@ def _threads_line(threads_ms: dict[str, dict[str, float]]) -> str:
     return "; ".join(parts)
 
 
-def candidates_of(report: ProfileReport) -> list[Candidate]:
-    """The predicted speed of each setting, in the order of `results`."""
-    return [
-        candidate(
-            {
-                "flash_attn": r.flash_attn,
-                "kv_type": r.kv_type,
-                "threads": r.threads,
-                "threads_batch": r.threads_batch,
-            },
-            Costs(r.profile),
-            report.fidelity,
-            report.sublayers,
-        )
-        for r in report.results
-    ]
-
-
 def _comparison(report: ProfileReport) -> Facts:
     """Which setting is best for what, and by how much."""
-    at = report.expected_tokens
-    candidates = candidates_of(report)
     pairs = []
     for purpose, label in (("plain", "plain decoding"), ("speculation", "speculation")):
-        times = [c.ms(at, purpose) for c in candidates]
-        marked = [i for i, r in enumerate(report.results) if purpose in r.best_for]
+        marked = [r for r in report.results if purpose in r.best_for]
         if not marked:
             continue
         best = marked[0]
-        text = f"{setting_name(report.results[best])}: {_sig(1000.0 / times[best])} tokens/s"
-        if purpose == "speculation" and times[best] >= candidates[best].ms(at, "plain"):
-            text += ", plainly (no draft is predicted to pay)"
-        others = [i for i in range(len(times)) if i != best]
-        if others:
-            next_best = min(others, key=lambda i: times[i])
-            change = 100.0 * (times[next_best] / times[best] - 1.0)
-            text += (
-                f"; {abs(change):.0f} % {'faster' if change >= 0.0 else 'slower'} than "
-                f"{_short_name(report, report.results[next_best])}"
-            )
+        text = f"{setting_name(best)}: {_per_second(best.plain_ms)}"
+        if purpose == "speculation":
+            text = f"{setting_name(best)}: {_per_second(best.speculation_ms)} with the best draft"
+            if best.speculation_ms >= best.plain_ms:
+                text += f", {_per_second(best.plain_ms)} without: does not pay"
+            else:
+                gain = 100.0 * (best.plain_ms / best.speculation_ms - 1.0)
+                text += f", {gain:.0f} % faster than without"
+        times = {id(r): _ms_for(r, purpose) for r in report.results}
+        others = [r for r in report.results if r is not best]
+        if others and min(times.values()) > 0.0:
+            next_best = min(others, key=lambda r: times[id(r)])
+            change = 100.0 * (times[id(next_best)] / times[id(best)] - 1.0)
+            word = "faster" if change >= 0.0 else "slower"
+            text += f"; {abs(change):.1f} % {word} than {_short_name(report, next_best)}"
             if change < 0.0:
                 text += ", which is within the margin"
         pairs.append((label, text))
-    return Facts(tuple(pairs), f"Best setting at {at:,} tokens of context (predicted)")
+    caption = f"Best setting at {report.expected_tokens:,} tokens of context (predicted)"
+    return Facts(tuple(pairs), caption)
+
+
+def _ms_for(result: SettingResult, purpose: str) -> float:
+    """Whoever may speculate may also decode plainly."""
+    plain = result.plain_ms
+    return plain if purpose == "plain" else min(plain, result.speculation_ms)
+
+
+def _per_second(ms: float) -> str:
+    return f"{_sig(1000.0 / ms)} tokens/s" if ms > 0.0 else "unknown"
 
 
 def _setting(report: ProfileReport, result: SettingResult) -> Section:
@@ -309,7 +305,7 @@ def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
     columns += ["head\nms", "rest\nms"]
     mixers = [k for k in (Kind.ATTENTION, Kind.BLOCK) if any(g.kind is k for g in groups)]
     if mixers:
-        columns.append("in atten-\ntion" if mixers[0] is Kind.ATTENTION else "in\nblocks")
+        columns.append(f"{mixers[0].value}\nshare")
     rows = []
     for context in costs.profile.contexts:
         step_ms = costs.step_ms(context)
@@ -481,15 +477,11 @@ def _item(sublayers: Sequence[SubLayer], index: int, mode: str) -> str:
 
 
 def _closing(report: ProfileReport) -> list[str]:
-    """Notes of the run and of its profiles, each once."""
-    notes = [*report.notes]
-    for result in report.results:
-        where = f"{_short_name(report, result)}: " if len(report.results) > 1 else ""
-        notes += [where + note for note in result.profile.notes]
-    notes += report.fidelity.notes
+    """Notes of the run, each once."""
+    notes = [_clean(note) for note in report.notes]
     if report.interrupted:
         notes.append("interrupted: the figures are of what was measured until then")
-    return list(dict.fromkeys(_clean(note) for note in notes))
+    return list(dict.fromkeys(notes))
 
 
 # -- how it is laid out
@@ -507,9 +499,9 @@ def renderables(report: ProfileReport, width: int) -> list[Any]:
         if number:
             shown.append(Text())
         shown.append(Text(section.title, style="bold"))
-        for part in section.parts:
+        for place, part in enumerate(section.parts):
             if part.caption:
-                shown.append(Padding(Text(part.caption, style="dim"), (1, 0, 0, 0)))
+                shown.append(Padding(Text(part.caption, style="dim"), (min(place, 1), 0, 0, 0)))
             if isinstance(part, Facts):
                 grid = Grid.grid(padding=(0, 2, 0, 0))
                 if any(name for name, _ in part.pairs):
@@ -569,12 +561,12 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
 
     model       name, path, n_params, size_bytes, sublayers: [{index, layer, kind}]
     device      where the layers lie: devices, offloaded_layers, n_layers, unified_memory, ...
-    expected_tokens, elapsed_seconds, budget_seconds, kept_in, interrupted, notes
+    expected_tokens, elapsed_seconds, budget_seconds, kept_in, interrupted, notes, warnings
     threads     [{threads, step_ms, pass_ms}]: what numbers of threads were tried
     settings    one per measured setting of the context, best for plain decoding first:
-        flash_attn, kv_type, threads, threads_batch, best_for, limit_tokens, measured_at (seconds
-        since 1970), elapsed_seconds, budget_seconds, spread, notes
-        predicted     [{context_tokens, plain_ms, speculation_ms}]: per emitted token
+        flash_attn, kv_type, threads, threads_batch, best_for, plain_ms and speculation_ms (per
+        emitted token at expected_tokens, predicted), limit_tokens, measured_at (seconds since
+        1970), elapsed_seconds, budget_seconds, spread, notes
         samples       [{context_tokens, width_tokens, skipped, head, median_ms, low_ms, high_ms,
                       samples, dropped}]: what was timed; low and high are quartiles
         classes       sublayers of equal work: name, kind, members, what they work on, is_line,
@@ -588,7 +580,6 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
     fidelity    runs, batch_agreed, batch_total, notes, counts: [{index, sublayer, mode,
                 context_tokens, agreed, total}]
     """
-    candidates = candidates_of(report)
     data = {
         "model": {
             "name": report.model,
@@ -608,10 +599,7 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
         "threads": [
             {"threads": int(threads), **times} for threads, times in report.threads_ms.items()
         ],
-        "settings": [
-            _setting_json(result, own)
-            for result, own in zip(report.results, candidates, strict=True)
-        ],
+        "settings": [_setting_json(result) for result in report.results],
         "fidelity": {
             "runs": report.fidelity.runs,
             "batch_agreed": report.fidelity.batch_agreed,
@@ -630,12 +618,13 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
             "notes": list(report.fidelity.notes),
         },
         "notes": list(report.notes),
+        "warnings": list(report.warnings),
     }
     finite: dict[str, Any] = _finite(data)
     return finite
 
 
-def _setting_json(result: SettingResult, own: Candidate) -> dict[str, Any]:
+def _setting_json(result: SettingResult) -> dict[str, Any]:
     profile = result.profile
     costs = Costs(profile)
     errors = [abs(error) for _, error in costs.fit_errors()]
@@ -646,17 +635,13 @@ def _setting_json(result: SettingResult, own: Candidate) -> dict[str, Any]:
         "threads": result.threads,
         "threads_batch": result.threads_batch,
         "best_for": list(result.best_for),
+        "plain_ms": result.plain_ms,
+        "speculation_ms": result.speculation_ms,
         "limit_tokens": profile.limit_tokens,
         "measured_at": profile.measured_at,
         "elapsed_seconds": profile.elapsed_seconds,
         "budget_seconds": profile.budget_seconds,
         "spread": profile.spread,
-        "predicted": [
-            {"context_tokens": c, "plain_ms": plain, "speculation_ms": speculation}
-            for c, plain, speculation in zip(
-                own.contexts, own.plain_ms, own.speculation_ms, strict=True
-            )
-        ],
         "samples": [_sample_json(sample) for sample in profile.samples],
         "classes": [_class_json(costs, cost) for cost in costs.class_costs],
         "steps": [
