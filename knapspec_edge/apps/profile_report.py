@@ -252,7 +252,8 @@ def _comparison(report: ProfileReport) -> Facts:
     """Which setting is best for what, and by how much."""
     pairs = []
     for purpose, label in (("plain", "plain decoding"), ("speculation", "speculation")):
-        marked = [r for r in report.results if purpose in r.best_for]
+        known = [r for r in report.results if _is_known(r.plain_ms, r.speculation_ms)]
+        marked = [r for r in known if purpose in r.best_for]
         if not marked:
             continue
         best = marked[0]
@@ -264,11 +265,10 @@ def _comparison(report: ProfileReport) -> Facts:
             else:
                 gain = 100.0 * (best.plain_ms / best.speculation_ms - 1.0)
                 text += f", {gain:.0f} % faster than without"
-        times = {id(r): _ms_for(r, purpose) for r in report.results}
-        others = [r for r in report.results if r is not best]
-        if others and min(times.values()) > 0.0:
-            next_best = min(others, key=lambda r: times[id(r)])
-            change = 100.0 * (times[id(next_best)] / times[id(best)] - 1.0)
+        others = [(_ms_for(r, purpose), r) for r in known if r is not best]
+        if others:
+            ms, next_best = min(others, key=lambda other: other[0])
+            change = 100.0 * (ms / _ms_for(best, purpose) - 1.0)
             word = "faster" if change >= 0.0 else "slower"
             text += f"; {abs(change):.1f} % {word} than {_short_name(report, next_best)}"
             if change < 0.0:
@@ -284,8 +284,12 @@ def _ms_for(result: SettingResult, purpose: str) -> float:
     return plain if purpose == "plain" else min(plain, result.speculation_ms)
 
 
+def _is_known(*times_ms: float) -> bool:
+    return all(math.isfinite(ms) and ms > 0.0 for ms in times_ms)
+
+
 def _per_second(ms: float) -> str:
-    return f"{_sig(1000.0 / ms)} tokens/s" if ms > 0.0 else "unknown"
+    return f"{_sig(1000.0 / ms)} tokens/s"
 
 
 def _setting(report: ProfileReport, result: SettingResult) -> Section:
