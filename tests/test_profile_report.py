@@ -43,7 +43,7 @@ from knapspec_edge.apps.profile_report import (
 )
 from knapspec_edge.errors import KnapspecError, UsageError
 from knapspec_edge.latency.costs import Costs
-from knapspec_edge.latency.fidelity import Fidelity
+from knapspec_edge.latency.fidelity import Fidelity, ItemCount
 from knapspec_edge.records import Kind
 
 
@@ -183,6 +183,19 @@ def test_harmless_and_harmful_sublayers_with_counts() -> None:
     assert "most harmful MLP 7: 0.62 (25 of 40), MLP 6: 0.65 (26 of 40)" in text
     assert "(2 runs so far)" in text
     assert "0.975 (39 of 40)" in text
+    assert "mean 0.81 at 256 tokens exactness" in text
+    counts = [
+        ItemCount(0, "skip", 256, 9, 10),
+        ItemCount(1, "skip", 256, 0, 10),
+        ItemCount(0, "skip", 4096, 7, 10),
+        ItemCount(2, "skip", 4096, 16, 20),
+    ]
+    text = unwrapped(text_of(profile_report(fidelity=Fidelity(tuple(counts), runs=1))))
+    assert "most harmless attention 0: 0.80 (16 of 20), attention 2: 0.80 (16 of 20)" in text
+    assert (
+        "mean 0.90 at 256 tokens, 0.70 at 4,096 tokens (of the 1 judged at every context)" in text
+    )
+    assert "most harmful" not in text
     without = text_of(profile_report(fidelity=Fidelity()))
     assert "What sublayers contribute" not in without
 

@@ -177,7 +177,7 @@ def _figure(report: ProfileReport) -> Figure:
     return figure
 
 
-def _grid(costs: Costs, n: int = 120) -> NDArray[np.float64]:
+def _grid(costs: Costs, n: int = 300) -> NDArray[np.float64]:
     """Contexts to draw curves at: f64 [n], geometric over what was measured."""
     contexts = costs.profile.contexts
     first, last = contexts[0], contexts[-1]

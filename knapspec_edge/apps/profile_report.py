@@ -16,6 +16,7 @@ import numpy as np
 
 from ..latency.classes import LayerClass
 from ..latency.costs import ClassCost, Costs
+from ..latency.fidelity import Fidelity
 from ..latency.profile import Sample
 from ..latency.regression import Line, fit_line, t95
 from ..records import Kind, SubLayer
@@ -363,13 +364,18 @@ def _fit_facts(report: ProfileReport, costs: Costs, groups: Sequence[Group]) -> 
             "fit",
             f"misses what it was fitted to by {100.0 * statistics.median(errors):.1f} % (median), "
             f"{100.0 * max(errors):.1f} % at most; {timings:,} timings of "
-            f"{len(costs.profile.samples):,} kinds of pass; plain steps vary by "
-            f"{100.0 * costs.profile.spread:.1f} % (quartile distance)",
+            f"{len(costs.profile.samples):,} kinds of pass; {_spread(costs)}",
         )
     )
     if costs.blind:
         pairs.append(("warning", "noise hid what a sublayer costs; measure again at rest"))
     return Facts(_clean_pairs(pairs), "Cost of one sublayer (± 95 % confidence)")
+
+
+def _spread(costs: Costs) -> str:
+    if max(step.timing.samples for step in costs.profile.steps()) < 2:
+        return "how much plain steps vary is not known"
+    return f"plain steps vary by {100.0 * costs.profile.spread:.1f} % (quartile distance)"
 
 
 def law(group: Group) -> str:
@@ -437,7 +443,7 @@ def _contributions(report: ProfileReport) -> Section:
         both[1] += count.total
     ranked = sorted(
         ((agreed / total, agreed, total, key) for key, (agreed, total) in sums.items() if total),
-        key=lambda r: (-r[0], r[3]),
+        key=lambda r: (-r[0], -r[2], r[3]),  # of equal shares, first what was judged on more
     )
 
     def named(rows: Sequence[tuple[float, int, int, tuple[int, str]]]) -> str:
@@ -448,15 +454,13 @@ def _contributions(report: ProfileReport) -> Section:
 
     pairs = [
         ("most harmless", named(ranked[:_EXTREMES])),
-        ("most harmful", named(ranked[_EXTREMES:][-_EXTREMES:][::-1])),
+        (
+            "most harmful",
+            named(sorted(ranked[_EXTREMES:], key=lambda r: (r[0], -r[2], r[3]))[:_EXTREMES]),
+        ),
     ]
-    means = []
-    for context in fidelity.contexts:
-        own = [c for c in fidelity.counts if c.context_tokens == context and c.total]
-        if own:
-            share = sum(c.agreed for c in own) / sum(c.total for c in own)
-            means.append(f"{share:.2f} at {context:,} tokens")
-    pairs.append(("mean", ", ".join(means)))
+    if ranked:
+        pairs.append(("mean", _means(fidelity)))
     if fidelity.batch_total:
         pairs.append(
             (
@@ -472,6 +476,25 @@ def _contributions(report: ProfileReport) -> Section:
     )
     facts = Facts(tuple(pair for pair in pairs if pair[1]), caption)
     return Section("What sublayers contribute", (facts,))
+
+
+def _means(fidelity: Fidelity) -> str:
+    """By context, over what was judged at every context: other sublayers would not compare."""
+    contexts = fidelity.contexts
+    judged = [
+        {(c.index, c.mode) for c in fidelity.counts if c.context_tokens == n} for n in contexts
+    ]
+    shared = set.intersection(*judged)
+    means = []
+    for context in contexts:
+        own = [c for c in fidelity.counts if c.context_tokens == context]
+        own = [c for c in own if (c.index, c.mode) in shared] or own
+        share = sum(c.agreed for c in own) / max(1, sum(c.total for c in own))
+        means.append(f"{share:.2f} at {context:,} tokens")
+    text = ", ".join(means)
+    if len(contexts) > 1 and shared:
+        text += f" (of the {len(shared)} judged at every context)"
+    return text
 
 
 def _item(sublayers: Sequence[SubLayer], index: int, mode: str) -> str:
@@ -736,14 +759,13 @@ def _sig(value: float, digits: int = 3) -> str:
 
 
 def _with_error(value: float, half_width: float) -> str:
-    """Both with the decimals that the larger one deserves: "0.058 ± 0.008"."""
+    """Both with the decimals of the first two digits of the uncertainty, "0.0559 ± 0.0078", or of
+    the first one where the value would get more than three digits."""
     if not math.isfinite(half_width):
         return _sig(value)
-    largest = max(abs(value), half_width, 1e-9)
-    decimals = max(0, min(6, 2 - math.floor(math.log10(largest))))
-    if half_width > 0.0:
-        # one digit of the uncertainty at least
-        decimals = max(decimals, min(6, -math.floor(math.log10(half_width))))
+    first = -math.floor(math.log10(max(half_width, 1e-9)))  # decimal of its first digit
+    enough = 2 - math.floor(math.log10(max(abs(value), half_width, 1e-9)))
+    decimals = max(0, min(6, max(first, min(first + 1, enough))))
     return f"{value:.{decimals}f} ± {half_width:.{decimals}f}"
 
 
