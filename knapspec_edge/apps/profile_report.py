@@ -257,6 +257,9 @@ def _comparison(report: ProfileReport) -> Facts:
         marked = [r for r in known if purpose in r.best_for]
         if not marked:
             continue
+        if purpose == "speculation" and not report.fidelity.counts:
+            pairs.append((label, "not known: what sublayers contribute was not measured"))
+            continue
         best = marked[0]
         text = f"{setting_name(best)}: {_per_second(best.plain_ms)}"
         if purpose == "speculation":
@@ -505,10 +508,7 @@ def _item(sublayers: Sequence[SubLayer], index: int, mode: str) -> str:
 
 def _closing(report: ProfileReport) -> list[str]:
     """Notes of the run, each once."""
-    notes = [_clean(note) for note in report.notes]
-    if report.interrupted:
-        notes.append("interrupted: the figures are of what was measured until then")
-    return list(dict.fromkeys(notes))
+    return list(dict.fromkeys(_clean(note) for note in report.notes))
 
 
 # -- how it is laid out
