@@ -501,7 +501,8 @@ def bench(
 @_option(
     "--ctx",
     type=click.IntRange(1, CTX_TOKENS_MAX),
-    help="Longest context to measure, in tokens; without it the model's limit, or what fits.",
+    help="Longest context to measure, in tokens; without it what the model and the memory "
+    "allow, at most 32768.",
 )
 @_option(
     "--budget",
