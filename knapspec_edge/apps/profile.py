@@ -22,7 +22,6 @@ from ..latency.fidelity import (
     Fidelity,
     measure_fidelity,
     probed_indices,
-    shorten,
     target_text,
 )
 from ..latency.paired import paired_steps
@@ -32,7 +31,7 @@ from ..latency.store import Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
 from ..records import SubLayer
 from ..search import settings as best_settings
-from ..text.calibration import calibration_tokens
+from ..text.calibration import calibration_tokens, long_calibration_tokens
 from ..text.templates import ChatTemplate, choose_template
 
 if TYPE_CHECKING:
@@ -416,7 +415,7 @@ class _Run:
             spent = (time.monotonic() - begun) / budget
             self.progress("fidelity", min(0.99, spent))
 
-        prompt = shorten(_prompt(self.model, self._template(), context, offset), context)
+        prompt = long_calibration_tokens(self.model, self._template(), context, offset)
         loading = time.monotonic()
         backend.prefill(prompt[:-1], GREEDY)
         self.prompt_token_ms = 1000.0 * (time.monotonic() - loading) / max(1, context - 1)
@@ -538,12 +537,3 @@ def _placement(backend: LlamaBackend) -> dict[str, Any]:
     """Where the layers lie."""
     places = list(dict.fromkeys(t.device for t in backend.traits))
     return {"devices": backend.settings["devices"], "layers_in": places}
-
-
-def _prompt(model: Model, template: ChatTemplate | None, n_tokens: int, offset: int) -> list[int]:
-    """A prompt of about n_tokens; other text for every run."""
-    del offset
-    tokens = calibration_tokens(model, template)
-    while len(tokens) < n_tokens:
-        tokens = [*tokens, *tokens]
-    return tokens
