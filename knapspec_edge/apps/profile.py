@@ -50,6 +50,7 @@ _KV_TYPES = ("f16", "q8_0")
 # Shares of the budget; passes take what is left, in equal parts for each setting.
 _FIDELITY_SHARE = 0.25
 _COMPARE_SHARE = 0.05
+_THREADS_SHARE = 0.07
 _SHORT_CONTEXT_SHARE = 0.5  # of the fidelity's, for the short context
 _ASSUMED_STEPS = 450.0  # budget in times the sum of one plain step at each context of a grid
 
@@ -310,26 +311,26 @@ class _Run:
             )
 
     def _look_around(self, backend: LlamaBackend) -> None:
-        """Budget, threads, placement: once, in the first context."""
+        """Budget, placement, threads: once, in the first context."""
+        from ..native.devices import placement
+        from ..native.threads import usable_threads
+
         self.sublayers = backend.sublayers
         self.progress("profile", 0.0)
         self.measuring_since = time.monotonic()
         self.budget_seconds = self.options.budget_seconds or self._default_budget(backend)
-        if self.options.threads is None and self._uses_cpu(backend):
-            threads = backend.settings["threads"]
-            candidates = thread_candidates(threads, self._usable_cpus())
-            self.thread_times = measure_threads(backend, candidates)
+        self.device = placement(backend)
+        if self.options.threads is None and self._uses_cpu():
+            self.thread_times = measure_threads(
+                backend,
+                thread_candidates(backend.settings["threads"], usable_threads()),
+                budget_seconds=_THREADS_SHARE * self.budget_seconds,
+            )
             self.threads = best_threads(self.thread_times, self.config)
             backend.set_threads(*self.threads)
-        self.device = _placement(backend)
 
-    def _uses_cpu(self, backend: LlamaBackend) -> bool:
-        return any(t.device.startswith("CPU") for t in backend.traits)
-
-    def _usable_cpus(self) -> int:
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+    def _uses_cpu(self) -> bool:
+        return bool(self.device["partial"]) or not self.device["offloaded_layers"]
 
     def _default_budget(self, backend: LlamaBackend) -> float:
         """From what one plain step takes at both ends of the contexts."""
@@ -531,9 +532,3 @@ def _profile_notes(results: Sequence[SettingResult]) -> list[str]:
         for r in results
         for note in r.profile.notes
     ]
-
-
-def _placement(backend: LlamaBackend) -> dict[str, Any]:
-    """Where the layers lie."""
-    places = list(dict.fromkeys(t.device for t in backend.traits))
-    return {"devices": backend.settings["devices"], "layers_in": places}

@@ -211,8 +211,6 @@ def _overview(report: ProfileReport) -> Section:
         devices += f"; {device['offloaded_layers']} of {device['n_layers']} layers on a GPU"
         if device.get("partial"):
             devices += ", the rest on the CPU"
-    elif device.get("layers_in"):
-        devices += f"; layers in {', '.join(str(place) for place in device['layers_in'])}"
     if device.get("unified_memory"):
         devices += "; unified memory"
     kinds: dict[Kind, int] = {}

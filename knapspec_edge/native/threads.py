@@ -24,6 +24,13 @@ def default_threads() -> int:
     return choose_threads().threads
 
 
+def usable_threads() -> int:
+    """Logical CPUs this process may use: by affinity and container quota, whatever their kind."""
+    usable = len(_affinity())
+    quota = _cgroup_quota(Path("/")) if sys.platform.startswith("linux") else None
+    return max(1, usable if quota is None else min(usable, math.ceil(quota)))
+
+
 def choose_threads(
     root: Path = Path("/"),
     *,
