@@ -317,7 +317,7 @@ def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
         step_ms = costs.step_ms(context)
         row = [f"{context:,}", _sig(step_ms), _sig(1000.0 / step_ms)]
         row += [_sig(group.ms(context)) for group in groups]
-        row += [_sig(costs.head_ms()), _sig(costs.fixed_ms(context))]
+        row += [_sig(costs.head_ms()), _sig(costs.rest_ms(context))]
         if mixers:
             row.append(f"{100.0 * costs.share([mixers[0].value], context):.0f} %")
         rows.append(tuple(row))
@@ -598,7 +598,7 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
                       line {intercept_ms, slope_ms_per_token, their half widths at 95 %, points,
                       largest_residual_ms}, costs [{context_tokens, ms, standard_error_ms,
                       fitted_ms}]
-        steps         [{context_tokens, step_ms, tokens_per_second, head_ms, fixed_ms, shares}]
+        steps         [{context_tokens, step_ms, tokens_per_second, head_ms, fixed_ms, rest_ms, shares}]
         verification  [{context_tokens, width_tokens, ms, steps}]: passes, also in steps
         crossing_tokens  context from which attention costs more than an MLP
         fit_error     {median, worst}: relative, over the samples of single tokens
@@ -676,6 +676,7 @@ def _setting_json(result: SettingResult) -> dict[str, Any]:
                 "tokens_per_second": 1000.0 / costs.step_ms(c),
                 "head_ms": costs.head_ms(),
                 "fixed_ms": costs.fixed_ms(c),
+                "rest_ms": costs.rest_ms(c),
                 "shares": {kind: costs.share([kind], c) for kind in kinds},
             }
             for c in profile.contexts

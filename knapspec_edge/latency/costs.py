@@ -135,6 +135,19 @@ class Costs:
         per_class = [curve(context_tokens) for curve in self._curves]
         return max(0.0, self._rest(self.step_ms(context_tokens), per_class) - self._head_ms)
 
+    def rest_ms(self, context_tokens: float) -> float:
+        """What a step takes beyond all sublayers and the head, each taken by itself.
+
+        Negative where the parts cost less in company than leaving one of them out saves: on
+        processors whose cache holds a good part of the weights from step to step, less work also
+        means that more of it is found there.
+        """
+        spent = sum(
+            len(cls.members) * curve(context_tokens)
+            for cls, curve in zip(self.classes, self._curves, strict=True)
+        )
+        return self.step_ms(context_tokens) - spent - self._head_ms
+
     def share(self, kinds: Iterable[str], context_tokens: float) -> float:
         """Share of a plain step that is spent in sublayers of these kinds, 0..1."""
         wanted = set(kinds)
