@@ -138,17 +138,19 @@ _MODEL_OPTIONS = (
     ),
     _option(
         "--kv-type",
-        type=click.Choice(KV_TYPES),
+        type=click.Choice((*KV_TYPES, "auto")),
         default="f16",
         show_default=True,
-        help="Number type of the KV cache.",
+        metavar="TYPE",
+        help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, the fastest that "
+        "`profile --kv-type auto` found.",
     ),
     _option(
         "--flash-attn",
         type=click.Choice(["auto", "on", "off"]),
         default="auto",
         show_default=True,
-        help="Flash attention.",
+        help="Flash attention; auto takes what `profile` found best, or llama.cpp's choice.",
     ),
     _option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
     _option("--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."),
@@ -312,7 +314,8 @@ def run(
         system=options["system"],
     )
     try:
-        with _open(model, options, terminal) as engine:
+        expected = app.expected_tokens(request, settings)
+        with _open(model, options, terminal, expected_tokens=expected) as engine:
             answer = app.answer(engine, request, settings, progress=terminal.progress)
             for notice in answer.notices:
                 terminal.notice(notice)
@@ -628,6 +631,7 @@ def _open(
     *,
     spec: str | None = None,
     needs_template: bool = False,
+    expected_tokens: int | None = None,
 ) -> Engine:
     """Fetch the model if need be, open it, and say what there is to be warned of."""
     from . import models as store
@@ -649,6 +653,7 @@ def _open(
         spec=spec or options["spec"],
         template=options["template"],
         needs_template=needs_template,
+        expected_tokens=expected_tokens,
         progress=terminal.progress,
     )
     terminal.clear_progress()
@@ -662,6 +667,8 @@ def _greet(engine: Engine, terminal: Terminal) -> None:
     parts = [engine.name, f"context {engine.n_ctx} tokens"]
     if threads := settings.get("threads"):
         parts.append(f"{threads} threads")
+    if engine.settings_reason is not None:
+        parts.append(engine.settings_reason)
     if devices := settings.get("devices"):
         parts.append(devices if isinstance(devices, str) else ", ".join(map(str, devices)))
     terminal.notice(" · ".join(parts))

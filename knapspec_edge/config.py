@@ -49,6 +49,20 @@ class Config:
     )
     profile_overrun: float = 1.5  # times the budget, after which even the indispensable is dropped
 
+    profile_ctx_tokens: int = 32768  # longest context that `profile` takes by itself
+    profile_memory_share: float = 0.25  # of the memory, for a context that nobody asked for
+    profile_budget_seconds: tuple[float, float] = (30.0, 180.0)  # for small and for large models
+    profile_long_context_tokens: int = 2048  # at which item fidelity is counted a second time
+
+    # settings of a context
+    expected_context_tokens: int = 1024  # where nothing is known about prompt and answer
+    settings_margin: float = 0.03  # gain that a change of the default setting asks for
+
+    # drift of the machine against its profile
+    drift_kept_rounds: int = 64
+    drift_min_rounds: int = 16
+    drift_bound: float = 0.3  # relative; beyond it, it is reported and measured again
+
     # first planner
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
     plan_rounding_error: float = 0.04  # of the cheapest sublayer's cost in whole units

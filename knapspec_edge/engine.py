@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from .config import DEFAULTS, Config
 from .decode.guard import SpeedGuard
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
-from .records import Draft, Sampling, Stats, TokenEvent
+from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
 from .text.calibration import calibration_tokens
 from .text.stop import StopFilter
 from .text.stream import StreamDecoder
@@ -29,13 +30,19 @@ from .text.vocabulary import Vocabulary, tokenize_prompt
 if TYPE_CHECKING:
     from .backend import Backend
     from .gguf_check import GgufInfo
+    from .latency.drift import DriftTracker
+    from .latency.profile import LatencyProfile
+    from .latency.store import Store
     from .search.planner import Decision
+    from .search.settings import Candidate
 
 # Reports how far something slow is: (stage, share done in 0..1 or None if unknown).
 # Stages: "load" (the model), "measure" (this machine, once), "prompt" (prefill).
 Progress = Callable[[str, float | None], None]
 
 MAX_SEED = 2**63 - 1
+# Rounds between two looks at whether the machine still behaves as it was measured.
+_DRIFT_INTERVAL_ROUNDS = 16
 
 
 @dataclass(frozen=True)
@@ -222,6 +229,11 @@ class Engine(Closing):
         self._resources = resources or ExitStack()
         self._guard: SpeedGuard | None = None
         self._decision: Decision | None = None  # once measured
+        self._spec: str | os.PathLike[str] = "off"
+        self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
+        self._drifted = False  # said and written down
+        # which of the settings were measured to be best here, for people; None without a profile
+        self.settings_reason: str | None = None
         self._template: ChatTemplate | None = None
         self._latest: Answer | None = None
         try:
@@ -245,6 +257,7 @@ class Engine(Closing):
         spec: str | os.PathLike[str] = "auto",
         template: str | None = None,
         needs_template: bool = False,
+        expected_tokens: int | None = None,
         config: Config = DEFAULTS,
         progress: Progress | None = None,
     ) -> Engine:
@@ -255,6 +268,9 @@ class Engine(Closing):
         where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
         file. `template`: a built-in chat template's name or a file, in place of the model's own.
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
+        `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
+        `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
+        None: config.expected_context_tokens); without a profile llama.cpp's own choice.
 
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
@@ -286,12 +302,31 @@ class Engine(Closing):
                     f"the context of {ctx_tokens} tokens is larger than the {trained} the model "
                     "was trained for; answers may get worse beyond that"
                 )
+            model_key = {
+                "model": gguf_check.fingerprint(info),
+                "library": native.library_digest(),
+            }
+            best = None
+            if flash_attn == "auto" or kv_type == "auto":
+                best = _best_settings(
+                    model_key,
+                    gpu_layers,
+                    min(ctx_tokens, expected_tokens or config.expected_context_tokens),
+                    "plain" if spec == "off" else "speculation",
+                    None if flash_attn == "auto" else flash_attn,
+                    None if kv_type == "auto" else kv_type,
+                    config,
+                    warnings.append,
+                )
+            if best is not None:
+                flash_attn, kv_type = best.flash_attn, best.kv_type
             backend = resources.enter_context(
                 native.open_context(
                     opened,
                     ctx_tokens=ctx_tokens,
-                    threads=threads,
-                    kv_type=kv_type,
+                    threads=threads or (best.threads if best is not None else None),
+                    threads_batch=threads or (best.threads_batch if best is not None else None),
+                    kv_type="f16" if kv_type == "auto" else kv_type,
                     flash_attn=flash_attn,
                     max_verify_tokens=config.max_verify_tokens,
                 )
@@ -303,8 +338,12 @@ class Engine(Closing):
                 config=config,
                 info=info,
                 warnings=warnings,
-                library=native.library_digest(),
+                library=model_key["library"],
             )
+            if best is not None:
+                engine.settings_reason = (
+                    f"flash attention {best.flash_attn}, {best.kv_type} keys: the best measured"
+                )
             if needs_template:
                 engine.require_template()
             engine.set_speculation(spec, progress=progress)
@@ -319,6 +358,7 @@ class Engine(Closing):
         if self._latest is not None:
             self._latest.close()
             self._latest = None
+        self._note_drift()
         self._resources.close()
 
     @property
@@ -357,7 +397,15 @@ class Engine(Closing):
         plan file cannot be honoured; then what held before still holds.
         """
         _check_spec(spec)
-        guard: SpeedGuard | None = None
+        chosen = self._choose(spec, progress)
+        self._spec = spec
+        self._guard = SpeedGuard(self.config) if chosen.guarded else None
+        self.speculation = chosen
+        return chosen
+
+    def _choose(
+        self, spec: str | os.PathLike[str], progress: Progress | None = None
+    ) -> Speculation:
         if spec == "off":
             chosen = Speculation("off", "--spec off", "none")
         elif spec in ("auto", "on"):
@@ -371,8 +419,6 @@ class Engine(Closing):
                     reason = decision.reason
             else:
                 state, reason = decision.state, decision.reason
-            if state == "on" and spec == "auto":
-                guard = SpeedGuard(self.config)
             chosen = Speculation(
                 state=state,
                 reason=reason,
@@ -380,12 +426,10 @@ class Engine(Closing):
                 draft=decision.draft if state == "on" else None,
                 baseline_per_second=decision.baseline_per_second,
                 predicted_ratio=decision.predicted_ratio,
-                guarded=guard is not None,
+                guarded=state == "on" and spec == "auto",
             )
         else:
             chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(Path(spec)))
-        self._guard = guard
-        self.speculation = chosen
         return chosen
 
     def _decide(self, progress: Progress | None) -> Decision:
@@ -397,22 +441,117 @@ class Engine(Closing):
 
             # Said before the imports below and the calibration text, which take their time.
             measured(0.0)
-            from .latency.store import Store
+            from .latency.drift import DriftTracker
             from .search import planner
 
             tokens = calibration_tokens(self.vocabulary, self._template)
-            key = {"model": self.fingerprint(), "library": self._library}
             self.session.reset()  # the measurement needs the whole context
             with self.interruptible():
                 self._decision = planner.decide(
                     self.backend,
-                    key,
+                    self._model_key(),
                     tokens,
                     self.config,
-                    Store(warn=self._warnings.append),
+                    self._store(),
                     measured,
                 )
+            if self._decision.measured is not None:
+                self._drift = DriftTracker(self._decision.measured.costs, self.config)
         return self._decision
+
+    def profile(
+        self, budget_seconds: float = 30.0, *, progress: Progress | None = None
+    ) -> LatencyProfile:
+        """Measure what passes cost in this context with its present settings, and keep it.
+
+        Forgets the conversation's keys; the next "auto" or "on" decides afresh. Other settings are
+        compared by `knapspec-edge profile`. Raises PlanError for a model whose sublayers are not
+        recognised, UsageError for a budget that is not positive, Interrupted.
+        """
+        from .latency import kept
+        from .latency.profiler import measure_latency
+
+        if self.backend.refusal is not None:
+            raise PlanError(f"{self.name} cannot be profiled: {self.backend.refusal}")
+        if not budget_seconds > 0.0:
+            raise UsageError(f"the budget is {budget_seconds} seconds; it has to be more than 0")
+        self.session.reset()
+        with self.interruptible():
+            profile = measure_latency(
+                self.backend,
+                budget_seconds=budget_seconds,
+                tokens=calibration_tokens(self.vocabulary, self._template),
+                config=self.config,
+                progress=lambda share: progress("profile", share) if progress else None,
+            )
+        key = kept.latency_key(self.backend, self._model_key())
+        kept.save_latency(self._store(), key, profile)
+        self._decision = self._drift = None
+        return profile
+
+    def _model_key(self) -> dict[str, str]:
+        return {"model": self.fingerprint(), "library": self._library}
+
+    def _store(self) -> Store:
+        from .latency.store import Store
+
+        return Store(warn=self._warnings.append)
+
+    def _watch(self, stats: Stats) -> Callable[[RoundTimes], None] | None:
+        """Compares the rounds of an answer with what was measured."""
+        tracker, draft = self._drift, self.speculation.draft
+        if tracker is None:
+            return None
+        plan = None if draft is None else draft.plan
+
+        def observe(times: RoundTimes) -> None:
+            tracker.observe(times, plan)
+            if stats.rounds % _DRIFT_INTERVAL_ROUNDS == 0:
+                stats.drift = tracker.report()
+
+        return observe
+
+    def _note_drift(self) -> None:
+        """After an answer: have a machine that changed measured again, the next time it is opened.
+
+        Not more often than config.measure_retry_seconds, or a machine that is never at rest would
+        be measured at every start.
+        """
+        decision, tracker = self._decision, self._drift
+        if self._drifted or tracker is None or decision is None or decision.measured is None:
+            return
+        reason = tracker.report()
+        if reason is None:
+            return
+        from .latency import kept
+
+        self._drifted = True
+        age_seconds = time.time() - decision.measured.costs.profile.measured_at
+        if not 0.0 <= age_seconds <= self.config.measure_retry_seconds:
+            key = kept.latency_key(self.backend, self._model_key())
+            kept.mark_stale(self._store(), key, reason)
+
+    def _correct(self) -> None:
+        """Before an answer: let what recent rounds took decide along (auto only)."""
+        decision, tracker = self._decision, self._drift
+        if self._spec != "auto" or tracker is None or decision is None:
+            return
+        if decision.measured is None or not decision.finalists or tracker.observed == 0:
+            return
+        from .search import planner
+
+        corrected = planner.choose(
+            decision.measured,
+            decision.finalists,
+            self.backend.sublayers,
+            self.config,
+            from_cache=decision.from_cache,
+            correction=tracker.correction(),
+        )
+        if corrected.state != self.speculation.state:
+            self._decision = corrected
+            self.speculation = self._choose("auto")
+            self._guard = SpeedGuard(self.config) if self.speculation.guarded else None
 
     def _load_plan(self, path: Path) -> Draft:
         from .search import plan_file
@@ -508,6 +647,9 @@ class Engine(Closing):
         def is_end(token: int) -> bool:
             return token in extra_ends or self.backend.is_end(token)
 
+        self._note_drift()
+        self._correct()
+
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:
                 progress("prompt", done / total if total else None)
@@ -520,6 +662,7 @@ class Engine(Closing):
             is_end=is_end,
             progress=prompt_progress,
             guard=self._guard,
+            watch=self._watch,
         )
         self._latest = Answer(
             generation,
@@ -531,6 +674,40 @@ class Engine(Closing):
             notices=notices,
         )
         return self._latest
+
+
+def _best_settings(
+    model_key: dict[str, str],
+    gpu_layers: int | None,
+    context_tokens: int,
+    purpose: str,
+    flash_attn: str | None,
+    kv_type: str | None,
+    config: Config,
+    warn: Callable[[str], None],
+) -> Candidate | None:
+    """The best measured setting for this use, or None without a profile."""
+    from .latency.store import Store
+    from .search import settings
+
+    store = Store(warn=warn)
+    key = settings.settings_key(model_key, gpu_layers)
+    stored = store.load(key)
+    if stored is None:
+        return None
+    try:
+        candidates = settings.from_json(stored)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        store.ignore(key)
+        return None
+    return settings.choose(
+        candidates,
+        context_tokens,
+        purpose,
+        flash_attn=flash_attn,
+        kv_type=kv_type,
+        config=config,
+    )
 
 
 def _check_spec(spec: str | os.PathLike[str]) -> None:

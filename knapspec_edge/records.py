@@ -150,6 +150,16 @@ class TokenEvent:
     margin: float | None = None  # of the target's pick, see Pick
 
 
+@dataclass(frozen=True)
+class RoundTimes:
+    """Times of one round of the decoding loop."""
+
+    context_tokens: int  # in the cache before the round
+    drafted: int  # 0: a plain step, whose time is verify_ms
+    draft_ms: float  # of all drafted tokens together
+    verify_ms: float
+
+
 @dataclass
 class Stats:
     """Counters of one generation. `draft_n` and `draft_n_accepted` are llama.cpp's names.
@@ -185,6 +195,8 @@ class Stats:
     finish_reason: str | None = None
     # why auto went on plainly in the middle of this answer (decode.guard), or None
     speculation_stopped: str | None = None
+    # that passes take longer or shorter than they did when this machine was measured, or None
+    drift: str | None = None
 
     @property
     def predicted_per_second(self) -> float:

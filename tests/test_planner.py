@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 import os
+import random
 import time
 from pathlib import Path
 
@@ -457,16 +457,17 @@ class TestDecision:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         backend = toy()
-        noise = itertools.cycle([0.0, 90.0, 5.0, 200.0, 30.0])
+        dice = random.Random(0)
 
         def busy(_: str) -> None:
-            backend.now_ms += next(noise)
+            backend.now_ms += dice.uniform(0.0, 200.0) if dice.random() < 0.9 else 0.0
 
         backend.on_call = busy
         decision = decide_for(backend, Store(tmp_path))
         assert decision.state == "off"
         assert "too busy" in decision.reason
         assert decision.draft is not None
+        assert backend.clock() < 3 * CONFIG.measure_budget_seconds
         # Not at every start, which would cost seconds each time on a machine that is always busy.
         quiet = toy()
         again = decide_for(quiet, Store(tmp_path))
@@ -477,6 +478,23 @@ class TestDecision:
         later += 1e9
         assert decide_for(toy(), Store(tmp_path)).from_cache
 
+    def test_rounds_on_a_machine_that_is_no_longer_at_rest_are_not_believed(self) -> None:
+        """The profile is good, but by the time of the real rounds something else runs."""
+        backend = toy()
+        texts = [0]
+
+        def later(call: str) -> None:
+            texts[0] += call == "evaluate"
+            backend.now_ms += 25.0 if texts[0] else 0.0
+
+        backend.on_call = later
+        decision = decide_for(backend)
+        assert decision.state == "off"
+        step = FAST.step_ms(backend.sublayers, CONFIG.measure_context_tokens, None)
+        assert f"too busy to measure (a step took {step:.1f} to {step + 25:.1f} ms)" in (
+            decision.reason
+        )
+
     def test_drift_of_the_machine_does_not_hide_what_sublayers_cost(self) -> None:
         backend = toy()
 
@@ -486,6 +504,13 @@ class TestDecision:
         backend.on_call = slower_and_slower
         measured = measure(backend)
         assert measured.costs.saving_ms(1, measured.context_tokens) == pytest.approx(1.0, rel=0.25)
+
+    def test_a_starved_machine_is_a_reason_not_an_error(self) -> None:
+        """Every pass takes so long that none of several tokens was timed."""
+        decision = decide_for(toy(Costs(3e4, 3e4, 1e4, 0, 1e4, 0.3)))
+        assert decision.state == "off"
+        assert "no time to measure a verification pass" in decision.reason
+        assert decision.draft is None
 
     @pytest.mark.parametrize("first", ["decode", "prefill"])
     def test_a_wrong_estimate_does_not_cost_minutes(self, first: str) -> None:
@@ -513,7 +538,10 @@ class TestDecision:
 
     def test_candidates_go_from_shallow_to_deep(self) -> None:
         backend = toy()
-        plans = candidate_plans(measure(backend), backend.sublayers)
+        found = measure(backend)
+        plans = candidate_plans(
+            found.costs, found.fidelity, found.context_tokens, backend.sublayers
+        )
         depths = [len(p.skipped) for p in plans]
         assert 3 <= len(plans) <= CONFIG.plan_shortlist
         assert depths == sorted(depths)

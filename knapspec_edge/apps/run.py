@@ -34,6 +34,19 @@ def join_prompt(instruction: str | None, content: str | None) -> str:
     return "\n\n".join(parts)
 
 
+# Bytes of text per token, roughly, before a model's vocabulary is at hand; and how long an answer
+# is where nobody limits it.
+_BYTES_PER_TOKEN = 4
+_USUAL_ANSWER_TOKENS = 256
+
+
+def expected_tokens(request: Request, settings: Settings) -> int:
+    """About how long the context will get, to choose its settings by."""
+    text = request.prompt + (request.system or "")
+    limit = settings.max_tokens or _USUAL_ANSWER_TOKENS
+    return len(text.encode()) // _BYTES_PER_TOKEN + min(limit, 4 * _USUAL_ANSWER_TOKENS)
+
+
 def answer(
     engine: Engine, request: Request, settings: Settings, *, progress: Progress | None = None
 ) -> Answer:

@@ -28,6 +28,8 @@ def statistics_line(answer: Answer) -> str:
         parts.append("speculation on, nothing drafted")
     else:
         parts.append(f"speculation off: {_reason(answer.speculation)}")
+    if stats.drift:
+        parts.append(stats.drift)
     if answer.sampling.temperature > 0.0:
         parts.append(f"seed {answer.sampling.seed}")
     return " · ".join(parts)
@@ -60,6 +62,8 @@ def statistics_table(answer: Answer) -> list[tuple[str, str]]:
                 ", ".join(f"{k}: {n}" for k, n in sorted(stats.accepted_lengths.items())),
             ),
         ]
+    if stats.drift:
+        rows.append(("drift", stats.drift))
     if spec.baseline_per_second is not None:
         rows.append(("plain decoding", f"{spec.baseline_per_second:.1f} tokens/s (measured)"))
     rows.append(("seed", str(answer.sampling.seed)))
@@ -88,6 +92,7 @@ def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, An
             "policy": spec.policy,
             "plan": None if spec.draft is None else plan_json(spec.draft, sublayers),
             "predicted_ratio": spec.predicted_ratio,
+            "drift": stats.drift,
         },
         "timings": timings(stats, spec.baseline_per_second),
         "notices": list(answer.notices),

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..backend import Backend
 from ..errors import Interrupted
-from ..records import Draft, Pick, Sampling, Stats, TokenEvent
+from ..records import Draft, Pick, RoundTimes, Sampling, Stats, TokenEvent
 from .guard import SpeedGuard
 from .rollback import rewind
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
+Watch = Callable[[RoundTimes], None]
 
 
 class Loop:
@@ -38,6 +39,7 @@ class Loop:
         is_end: Callable[[int], bool],
         stats: Stats,
         guard: SpeedGuard | None = None,
+        watch: Watch | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.backend = backend
@@ -46,6 +48,7 @@ class Loop:
         self.is_end = is_end
         self.stats = stats
         self.guard = guard
+        self.watch = watch
         self.clock = clock
         self.emitted: list[int] = []
         self._kept = backend.n_past  # tokens that stay in the cache if everything ended now
@@ -145,6 +148,7 @@ class Loop:
         """One round: the picks to emit, cut at an end token; the cache keeps all but the last."""
         stats, backend = self.stats, self.backend
         started = self.clock()
+        draft_ms, verify_ms = stats.draft_ms, stats.verify_ms
         n_draft = self._draft_length(left)
         drafted: list[int] = []
         if n_draft:
@@ -175,6 +179,15 @@ class Loop:
             elapsed_ms = 1000.0 * (self.clock() - started)
             self.guard.observe(elapsed_ms, len(picks), speculated=bool(drafted))
             stats.speculation_stopped = self.guard.stopped
+        if self.watch is not None:
+            self.watch(
+                RoundTimes(
+                    self._kept,
+                    len(drafted),
+                    stats.draft_ms - draft_ms,
+                    stats.verify_ms - verify_ms,
+                )
+            )
         return shown
 
     def _draft_length(self, left: int) -> int:

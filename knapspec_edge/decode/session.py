@@ -15,7 +15,7 @@ from ..closing import Closing
 from ..errors import ContextError, PlanError, RollbackError, UsageError
 from ..records import Draft, Sampling, Stats, TokenEvent
 from .guard import SpeedGuard
-from .loop import Clock, Loop, Progress
+from .loop import Clock, Loop, Progress, Watch
 from .rollback import rewind
 
 
@@ -110,6 +110,7 @@ class Session:
         is_end: Callable[[int], bool] | None = None,
         progress: Progress | None = None,
         guard: SpeedGuard | None = None,
+        watch: Callable[[Stats], Watch | None] | None = None,
         reuse: bool = True,
     ) -> Generation:
         """Answer to the whole prompt; the longest prefix already in the cache is kept.
@@ -118,7 +119,8 @@ class Session:
         None means up to the end of the context; prompt and answer together never exceed n_ctx
         tokens. `guard` is for auto mode: it may go on plainly in the middle. `reuse` False computes
         the prompt from its first token, so that batch shapes do not depend on what came before.
-        `progress(done, total)` counts the prompt tokens that had to be computed.
+        `watch(stats)` gives what sees the times of every round. `progress(done, total)` counts the
+        prompt tokens that had to be computed.
 
         Raises at once: ContextError if the prompt leaves no room, PlanError if the draft cannot be
         honoured, UsageError for a limit below 1 or an empty prompt. Raises while iterating:
@@ -140,6 +142,7 @@ class Session:
             draft=loop_draft,
             is_end=is_end or self._backend.is_end,
             guard=guard,
+            watch=None if watch is None else watch(stats),
         )
         generation = Generation(
             events, stats, lambda n_tokens: self._cut_answer(generation, n_tokens)
@@ -178,6 +181,7 @@ class Session:
         draft: Draft | None,
         is_end: Callable[[int], bool],
         guard: SpeedGuard | None,
+        watch: Watch | None,
     ) -> Iterator[TokenEvent]:
         backend = self._backend
         try:
@@ -195,6 +199,7 @@ class Session:
             is_end=is_end,
             stats=stats,
             guard=guard,
+            watch=watch,
             clock=self._clock,
         )
         try:

@@ -326,15 +326,30 @@ class Costs:
         Time of a wide pass and of a step are both (nearly) linear in the same mix of tokens and
         cells, so the one is linear in the other, staircase and all.
         """
-        self._verification: dict[int, Curve] = {}
         anchors: dict[int, list[tuple[float, float]]] = {}
         for s in self.profile.samples:
             if s.width > 1 and s.head and not s.skipped:
                 at = self._step(s.context_tokens + s.width - 1)
                 anchors.setdefault(s.width, []).append((at, s.timing.median_ms))
+        whole = {b: _curve_through(found) for b, found in anchors.items() if len(found) > 1}
+        self._verification: dict[int, Curve] = {}
         for width, found in anchors.items():
-            self._verification[width] = _curve_through(found)
+            self._verification[width] = whole.get(width) or self._like_nearest(
+                width, found[0], whole
+            )
         self._widths = [1, *sorted(anchors)]
+
+    @staticmethod
+    def _like_nearest(width: int, anchor: tuple[float, float], whole: dict[int, Curve]) -> Curve:
+        """A width that was timed at one context only: what its further tokens cost grows along the
+        contexts as with the nearest width that was timed at several."""
+        if not whole:
+            return _curve_through([anchor])
+        at, ms = anchor
+        near = whole[min(whole, key=lambda b: abs(math.log(b / width)))]
+        extra = near(at) - at
+        share = (ms - at) / extra if extra > 0.0 else 0.0
+        return lambda x: x + share * (near(x) - x)
 
     def _fit_wide_classes(self) -> None:
         """Growth of each kind with the width, against the growth of the whole pass."""

@@ -165,9 +165,9 @@ def target_text(
     n_tokens: int,
     report: Callable[[], None] = lambda: None,
 ) -> Text:
-    """Prefill a prompt behind an empty cache and let the target go on, through an end token if need
-    be. The cache is left at the end of the prompt."""
-    window = [backend.prefill(prompt, GREEDY).token]
+    """Prefill a prompt, of which the cache may hold the beginning, and let the target go on,
+    through an end token if need be. The cache is left at the end of the prompt."""
+    window = [backend.prefill(prompt[backend.n_past :], GREEDY).token]
     while len(window) < n_tokens:
         window.append(backend.decode(window[-1], GREEDY).token)
         report()

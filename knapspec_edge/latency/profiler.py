@@ -33,7 +33,7 @@ from ..decode.rollback import rewind
 from ..errors import ContextError
 from ..records import Plan, Sampling
 from .classes import layer_classes
-from .costs import CELLS_PER_STEP, SAMPLE_PRIOR
+from .costs import CELLS_PER_STEP, SAMPLE_PRIOR, Costs
 from .profile import LatencyProfile, Sample
 from .regression import levels_without_drift
 from .timing import Timing, without_outliers
@@ -53,9 +53,15 @@ _KIND_WIDTHS = (4, 8, 16)  # at which attention and MLP are told apart
 _VERIFY_CONTEXTS = 4  # at which all widths are timed, at most
 _MIXTURES = 3  # random plans among those that are fitted, per context
 _MIXTURE_SHARES = (0.15, 0.3, 0.5)  # of the sublayers they leave out
-# Expected relative error of a time that was not measured: without anything, and between neighbours.
+# Expected relative error of a time that was not measured: without anything to go by, of a pass
+# wider than any that was timed there, between neighbours.
 _UNKNOWN = 0.5
-_BETWEEN = 0.1
+_BEYOND = 0.2
+_BETWEEN = 0.08
+# A time seen fewer times than _SETTLED_SAMPLES, and further than this from what others suggest, is
+# looked at again first.
+_SURPRISE = 0.08
+_SETTLED_SAMPLES = 3
 # Expected error below which more repetitions are not worth anybody's time.
 _GOOD_ERROR = 0.003
 _PASSES_FAST, _PASSES_SLOW = 3, 1  # timed passes of one visit, for passes under and over a bound
@@ -168,7 +174,7 @@ class _Profiler:
         self.widest = widest
         self.n_ctx = n_ctx
         self._progress = progress
-        self._started = clock()
+        self._started = self._since = clock()
         self._shown = 0.0
         self._notes: list[str] = []
         self._thrown_away = 0
@@ -186,34 +192,40 @@ class _Profiler:
         self._visits: list[tuple[float, int, float]] = []  # (seconds, context, usual step in ms)
         self._tasks: list[_Task] = []
         self._token_share = _ASSUMED_TOKEN_SHARE
+        self._offset = 0  # of the tokens that are fed
 
     # -- what there is to measure ------------------------------------------------------------------
 
     def run(self) -> LatencyProfile:
         room = max(self.widest, _PASSES_FAST + 1) + 2
         grid = context_grid(self.n_ctx, room, self.config)
-        grid = self._affordable(grid)
-        self._plan_tasks(grid)
+        self._grid = self._affordable(grid)
+        self._plan_tasks(self._grid)
         while (visit := self._next_visit()) is not None:
             self._visit(*visit)
             self._report()
         self._close_notes()
         self._progress(1.0)
+        return self._profile(self._notes)
+
+    def _profile(self, notes: Sequence[str]) -> LatencyProfile:
         return LatencyProfile(
             n_sublayers=len(self.backend.sublayers),
             classes=self.classes,
-            limit_tokens=grid[-1],
+            limit_tokens=self._grid[-1],
             samples=tuple(self._samples()),
             settings=dict(getattr(self.backend, "settings", {})),
             budget_seconds=self.budget_seconds,
-            elapsed_seconds=self._elapsed(),
+            elapsed_seconds=self.clock() - self._started,
             measured_at=time.time(),
-            notes=tuple(self._notes),
+            notes=tuple(notes),
         )
 
     def _affordable(self, grid: list[int]) -> list[int]:
         """Look at both ends once; shorten the grid where its end would eat the whole budget."""
         first_ms = self._glance(grid[0])
+        # The first pass may have read the weights from a disk: that is loading, not measuring.
+        self._since = self.clock()
         self._estimates = [(grid[0], first_ms)]
         left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
         # a step at the other end takes no less
@@ -225,6 +237,8 @@ class _Profiler:
             return grid[:1]
         while len(grid) > 1:
             last_ms = self._glance(grid[-1])
+            if last_ms > _SLOW_MS:
+                last_ms = min(last_ms, self._glance(grid[-1]))  # disturbed, or really that slow
             self._estimates = [(grid[0], first_ms), (grid[-1], last_ms)]
             core_ms = sum(self._step_estimate(c) * self._core_steps() for c in {grid[0], grid[-1]})
             left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
@@ -297,7 +311,7 @@ class _Profiler:
                     self._add(
                         context,
                         width=width,
-                        importance=(1.0 if narrow else 0.3) * weight,
+                        importance=(1.0 if narrow else 0.15) * weight,
                         core=context in ends and width in _CORE_WIDTHS,
                     )
             if context in ends:
@@ -338,7 +352,9 @@ class _Profiler:
             left_ms += 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
             needed = self._indispensable(missing)
             if left_ms <= 0.0:
-                if not needed:
+                # on a starved machine even that has an end
+                most_ms = 1000.0 * self.config.profile_overrun * self.budget_seconds
+                if not needed or (left_ms <= -most_ms and self._any()):
                     return None
                 missing = needed
             missing = [*needed, *(t for t in missing if t not in needed)]
@@ -346,8 +362,15 @@ class _Profiler:
             tasks = [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
             if left_ms > 0.0:
                 tasks = tasks[: self._how_many(context, tasks, left_ms)]
+                if not needed and self._visit_ms(context, tasks) > left_ms:
+                    return None
             return context, tasks
-        rated = [(self._gain(t), t) for t in self._tasks if not t.is_step or len(t.ratios) < 3]
+        surprises = self._surprises()
+        rated = [
+            (self._gain(t, surprises.get(id(t), 0.0)), t)
+            for t in self._tasks
+            if not t.is_step or len(t.ratios) < 3
+        ]
         rated = [(gain, t) for gain, t in rated if gain > 0.0]
         affordable = [r for r in rated if self._visit_ms(r[1].context, [r[1]]) <= left_ms]
         if not affordable:
@@ -361,6 +384,9 @@ class _Profiler:
             if fits and gain >= 0.2 * best[0]:
                 chosen.append(task)
         return context, chosen
+
+    def _any(self) -> bool:
+        return any(t.is_step and t.ratios for t in self._tasks)
 
     def _how_many(self, context: int, tasks: Sequence[_Task], most_ms: float) -> int:
         """How many of the tasks fit one visit of so many ms; at least one."""
@@ -384,19 +410,62 @@ class _Profiler:
             needed += [t for t in missing if t.width > 1][:1]
         return needed
 
-    def _gain(self, task: _Task) -> float:
+    def _surprises(self) -> dict[int, float]:
+        """Relative distance, by task, of times seen once or twice from what all others suggest.
+
+        Either the machine was disturbed or the cost is odd; both are worth another look.
+        """
+        found: dict[int, float] = {}
+        costs = Costs(self._profile([]))
+        curves: dict[int, list[_Task]] = {}
+        for task in self._tasks:
+            if task.ratios and task.head and not task.skipped:
+                curves.setdefault(task.context, []).append(task)
+        for task in self._tasks:
+            if not 0 < len(task.ratios) < _SETTLED_SAMPLES or not task.head:
+                continue
+            reference = Timing.of(self._references[task.context]).median_ms
+            ms = reference * min(task.ratios)
+            if task.width == 1:
+                if task.plan is not None:
+                    found[id(task)] = abs(ms / costs.draft_ms(task.plan, task.context) - 1.0)
+            elif task.plan is None:
+                others = [t for t in curves[task.context] if t is not task]
+                below = [t for t in others if t.width < task.width]
+                above = [t for t in others if t.width > task.width]
+                if below and above:
+                    low = max(below, key=lambda t: t.width)
+                    high = min(above, key=lambda t: t.width)
+                    share = (task.width - low.width) / (high.width - low.width)
+                    between = (1.0 - share) * min(low.ratios) + share * min(high.ratios)
+                    found[id(task)] = abs(min(task.ratios) / between - 1.0)
+        return {key: d for key, d in found.items() if d > _SURPRISE}
+
+    def _gain(self, task: _Task, surprise: float) -> float:
         """Expected reduction of the squared relative error of predictions, per ms of measuring."""
         single = 1.25 * SAMPLE_PRIOR
         if not task.ratios:
-            before, after = (_UNKNOWN if task.core else _BETWEEN) ** 2, single**2
+            before, after = self._prior(task) ** 2, single**2
         else:
             timing = Timing.of(task.ratios)
-            before = timing.relative_error(SAMPLE_PRIOR) ** 2
+            before = max(timing.relative_error(SAMPLE_PRIOR), 0.5 * surprise) ** 2
             if before <= _GOOD_ERROR**2:
                 return 0.0
             after = before * len(task.ratios) / (len(task.ratios) + 1)
         gain = task.importance * (before - after)
         return gain / max(1e-6, self._visit_ms(task.context, [task]))
+
+    def _prior(self, task: _Task) -> float:
+        """Expected relative error of a time that was not measured."""
+        if task.core:
+            return _UNKNOWN
+        if task.width > 1 and not task.skipped:
+            widest = max(
+                (t.width for t in self._tasks if t.context == task.context and t.ratios), default=1
+            )
+            if task.width > widest:
+                return _BEYOND
+        return _BETWEEN
 
     def _task_ms(self, task: _Task) -> float:
         if task.raw_ms:
@@ -416,6 +485,8 @@ class _Profiler:
     # -- measuring ---------------------------------------------------------------------------------
 
     def _visit(self, context: int, tasks: Sequence[_Task]) -> None:
+        # other text in every visit, so that no choice of experts speaks for all
+        self._offset += 7
         if self.backend.n_past > context:
             rewind(self.backend, 0)
         self.backend.fill(context)
@@ -466,7 +537,7 @@ class _Profiler:
         if task.width == 1 and task.head:
             return self._time_decode(task.plan, offset)
         rewind(backend, task.context)
-        start = (offset * task.width) % (len(self._tokens) - task.width)
+        start = (self._offset + offset * task.width) % (len(self._tokens) - task.width)
         tokens = self._tokens[start : start + task.width]
         begun = self.clock()
         if not task.head:
@@ -478,7 +549,7 @@ class _Profiler:
         return 1000.0 * (self.clock() - begun)
 
     def _time_decode(self, plan: Plan | None, offset: int) -> float:
-        token = self._tokens[offset % len(self._tokens)]
+        token = self._tokens[(self._offset + offset) % len(self._tokens)]
         begun = self.clock()
         self.backend.decode(token, GREEDY, plan)
         return 1000.0 * (self.clock() - begun)
@@ -536,7 +607,8 @@ class _Profiler:
             self._notes.append("time allowed one visit only to some contexts: no spread is known")
 
     def _elapsed(self) -> float:
-        return self.clock() - self._started
+        """Of the budget, in seconds."""
+        return self.clock() - self._since
 
     def _report(self) -> None:
         share = self._elapsed() / max(1e-9, self.budget_seconds)

@@ -20,6 +20,7 @@ from ..decode.rollback import rewind
 from ..errors import ContextError, Interrupted, KnapspecError
 from ..latency import kept
 from ..latency.costs import Costs
+from ..latency.drift import NO_CORRECTION, Correction
 from ..latency.fidelity import (
     GREEDY,
     Fidelity,
@@ -96,6 +97,7 @@ class Decision:
     baseline_per_second: float | None = None  # plain decoding as measured
     alternatives: tuple[Alternative, ...] = ()  # best first
     measured: Measured | None = None
+    finalists: tuple[Finalist, ...] = ()  # what `alternatives` were computed from
     from_cache: bool = False  # nothing was measured now
 
 
@@ -186,7 +188,11 @@ def measurement_key(
 
 
 def candidate_plans(
-    measured: Measured, sublayers: tuple[SubLayer, ...], config: Config = DEFAULTS
+    costs: Costs,
+    fidelity: Fidelity,
+    context_tokens: int,
+    sublayers: tuple[SubLayer, ...],
+    config: Config = DEFAULTS,
 ) -> list[Plan]:
     """The shortlist: plans worth measuring jointly, from the cheapest cut to the deepest.
 
@@ -196,13 +202,10 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    costs = measured.costs
-    weights, _ = costs.integer_weights(
-        measured.context_tokens, largest_error=config.plan_rounding_error
-    )
+    weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
     modes: list[tuple[Mode, ...]] = []
     items: list[tuple[Option, ...]] = []
-    for item in measured.fidelity.agreements(sublayers):
+    for item in fidelity.agreements(sublayers):
         # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
         units = 1 if costs.blind else int(weights[item.index])
         if units >= 1 and item.agreement >= config.plan_floor_agreement:
@@ -214,16 +217,11 @@ def candidate_plans(
     solutions = [s for s in solve(items) if s.saving_units > 0]
     if not solutions:
         return []
-    verify_ms = {
-        gamma: costs.verify_ms(measured.context_tokens, gamma + 1)
-        for gamma in _lengths(costs, config)
-    }
     deepest = solutions[-1].saving_units
     best: dict[int, tuple[float, Plan]] = {}
     for solution in solutions:
         plan = Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True)))
-        draft_ms = costs.draft_ms(plan, measured.context_tokens)
-        rate = _geometric_rate(draft_ms, math.exp(-solution.loss), verify_ms)
+        rate = geometric_rate(costs, context_tokens, plan, math.exp(-solution.loss), config)
         part = math.isqrt(config.plan_shortlist**2 * (solution.saving_units - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, plan)
@@ -237,14 +235,26 @@ def choose(
     config: Config = DEFAULTS,
     *,
     from_cache: bool = False,
+    correction: Correction = NO_CORRECTION,
 ) -> Decision:
-    """The decision that follows from a measurement. Computes only."""
+    """The decision that follows from a measurement. Computes only.
+
+    `correction`: how the times of recent rounds compare with what was measured.
+    """
     ranked = sorted(
-        filter(None, (_best_length(measured, f, config) for f in finalists)),
+        filter(None, (_best_length(measured, f, config, correction) for f in finalists)),
         key=lambda a: (a.timed, a.predicted_ratio),
         reverse=True,
     )
-    baseline = 1000.0 / measured.step_ms
+    baseline = 1000.0 / (correction.step * measured.step_ms)
+    if measured.costs.max_width < 2:
+        return Decision(
+            "off",
+            "off: one step takes so long that there was no time to measure a verification pass",
+            baseline_per_second=baseline,
+            measured=measured,
+            from_cache=from_cache,
+        )
     if not ranked:
         items = measured.fidelity.agreements(sublayers)
         worst = max((i.agreement for i in items), default=0.0)
@@ -274,6 +284,7 @@ def choose(
         baseline,
         tuple(ranked),
         measured,
+        tuple(finalists),
         from_cache,
     )
 
@@ -311,19 +322,33 @@ def _disturbance(
     return None
 
 
-def _geometric_rate(draft_ms: float, alpha: float, verify_ms: Mapping[int, float]) -> float:
-    """Tokens per ms with the best γ of those whose verification `verify_ms` holds."""
-    return max(
-        tokens_per_ms(expected_tokens_geometric(alpha, gamma), gamma, draft_ms, verify)
-        for gamma, verify in verify_ms.items()
+def geometric_rate(
+    costs: Costs, context_tokens: int, plan: Plan, alpha: float, config: Config = DEFAULTS
+) -> float:
+    """Tokens per ms of a plan whose every pick agrees with chance alpha, with the best length."""
+    draft_ms = costs.draft_ms(plan, context_tokens)
+    rates = (
+        tokens_per_ms(
+            expected_tokens_geometric(alpha, gamma),
+            gamma,
+            draft_ms,
+            costs.verify_ms(context_tokens, gamma + 1),
+        )
+        for gamma in _lengths(costs, config)
     )
+    return max(rates, default=0.0)  # no verification was measured
 
 
 def _lengths(costs: Costs, config: Config) -> range:
     return range(1, min(config.draft_max_tokens, costs.max_width - 1) + 1)
 
 
-def _best_length(measured: Measured, finalist: Finalist, config: Config) -> Alternative | None:
+def _best_length(
+    measured: Measured,
+    finalist: Finalist,
+    config: Config,
+    correction: Correction = NO_CORRECTION,
+) -> Alternative | None:
     """The γ with the best predicted speed for one plan; of equal ones the shortest."""
     costs, context = measured.costs, measured.context_tokens
     judgement, timing = finalist.judgement, finalist.timing
@@ -333,6 +358,9 @@ def _best_length(measured: Measured, finalist: Finalist, config: Config) -> Alte
         step_ms, draft_ms = timing.plain_step_ms, timing.draft_step_ms
         # The curve keeps its shape; its height is that of the pass in a real round.
         verify_scale = timing.verify_ms / costs.verify_ms(context, timing.draft_tokens + 1)
+    step_ms *= correction.step
+    draft_ms *= correction.draft
+    verify_scale *= correction.verify
 
     def verify_ms(tokens: int) -> float:
         # Several tokens never cost less than one; a measurement that says so was disturbed.
@@ -545,7 +573,9 @@ def _finalists(
     hurry: bool,
 ) -> list[Finalist]:
     """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
-    plans = candidate_plans(measured, backend.sublayers, config)
+    plans = candidate_plans(
+        measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers, config
+    )
     n_finalists = config.plan_finalists
     if hurry:
         # Out of time: neither the shallowest nor the deepest, and only one is timed.

@@ -23,9 +23,7 @@ CTX_TOKENS = 512
 
 
 def open_exact(model: Any) -> Any:
-    return open_context(
-        model, ctx_tokens=CTX_TOKENS, threads=1, kv_type="f32", flash_attn="off"
-    )
+    return open_context(model, ctx_tokens=CTX_TOKENS, threads=1, kv_type="f32", flash_attn="off")
 
 
 def answer(backend: Any) -> np.ndarray:
