@@ -457,10 +457,10 @@ class TestDecision:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         backend = toy()
-        dice = random.Random(0)
+        noise = random.Random(1)
 
         def busy(_: str) -> None:
-            backend.now_ms += dice.uniform(0.0, 200.0) if dice.random() < 0.9 else 0.0
+            backend.now_ms += noise.expovariate(1 / 80.0)
 
         backend.on_call = busy
         decision = decide_for(backend, Store(tmp_path))
@@ -538,9 +538,9 @@ class TestDecision:
 
     def test_candidates_go_from_shallow_to_deep(self) -> None:
         backend = toy()
-        found = measure(backend)
+        measured = measure(backend)
         plans = candidate_plans(
-            found.costs, found.fidelity, found.context_tokens, backend.sublayers
+            measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers
         )
         depths = [len(p.skipped) for p in plans]
         assert 3 <= len(plans) <= CONFIG.plan_shortlist
@@ -658,6 +658,32 @@ class TestStore:
         decide_for(backend, store, QUICK)
         assert 0 < backend.clock() < 0.7 * whole.clock()
         assert "fill" not in {call for call, _ in backend.log}  # so no latency was measured
+
+    def test_a_profile_that_does_not_reach_far_enough_is_measured_again(
+        self, tmp_path: Path
+    ) -> None:
+        """One of a small context would be wrong by half at the end of a large one."""
+        store = Store(tmp_path)
+        costs = Costs(0.2, 0.3, 1.0, 3.0, 1.0, 0.02)
+
+        def at(n_ctx: int, most: int = 16) -> tuple[Decision, FakeBackend]:
+            backend = FakeBackend(
+                ToyModel(end_tokens=frozenset()),
+                n_layer=2, n_ctx=n_ctx, costs=costs, max_verify_tokens=most,
+            )  # fmt: skip
+            return decide_for(backend, store, QUICK), backend
+
+        for n_ctx, most in ((64, 16), (1024, 2), (1024, 16)):
+            decision, backend = at(n_ctx, most)
+            assert "fill" in {call for call, _ in backend.log}
+            assert decision.measured is not None
+            assert decision.measured.costs.max_width >= min(most, 8)
+        step = costs.step_ms(backend.sublayers, 900, None)
+        assert decision.measured is not None
+        assert decision.measured.costs.step_ms(900) == pytest.approx(step, rel=0.02)
+        # what reaches further serves smaller contexts too
+        for n_ctx, most in ((1024, 16), (512, 16), (512, 4)):
+            assert "fill" not in {call for call, _ in at(n_ctx, most)[1].log}
 
     def test_counts_of_all_runs_are_kept(self, tmp_path: Path) -> None:
         store = Store(tmp_path)

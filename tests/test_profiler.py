@@ -189,6 +189,9 @@ class TestExact:
         assert found.limit_tokens <= 1000
         assert max(context + width for context, width, _, _ in machine.passes) <= 1000
         assert found.widths == (1, 2, 3, 4, 5)
+        assert found.covers(1000, 5)
+        assert not found.covers(1001, 5)
+        assert not found.covers(1000, 6)
 
     @pytest.mark.parametrize("most", [1, 2, 3])
     def test_narrow_verification(self, most: int) -> None:
@@ -291,7 +294,7 @@ class TestNoise:
         for seed in range(3):
             noise = noisy(seed, 0.0 if drift else 0.05, 0.0 if drift else 0.02, drift)
             costs = Costs(profile(Clockwork(TRUTH, noise=noise), 30.0))
-            assert statistics.median(misses(TRUTH, costs, (150, 1000, 4000), seed)) < 0.025
+            assert statistics.median(misses(TRUTH, costs, (150, 1000, 4000), seed)) < 0.03
 
     def test_verification_on_a_noisy_machine(self) -> None:
         found = []

@@ -143,6 +143,7 @@ def measure_latency(
         profiler = _Profiler(
             backend,
             min(widest, max(1, n_ctx // 4)),
+            widest,
             n_ctx,
             budget_seconds,
             tokens,
@@ -160,6 +161,7 @@ class _Profiler:
         self,
         backend: Backend,
         widest: int,
+        asked_width: int,
         n_ctx: int,
         budget_seconds: float,
         tokens: Sequence[int],
@@ -172,6 +174,7 @@ class _Profiler:
         self.clock = clock
         self.budget_seconds = budget_seconds
         self.widest = widest
+        self.asked_width = asked_width
         self.n_ctx = n_ctx
         self._progress = progress
         self._started = self._since = clock()
@@ -219,6 +222,8 @@ class _Profiler:
             elapsed_seconds=self.clock() - self._started,
             measured_at=time.time(),
             notes=tuple(notes),
+            asked_tokens=self.n_ctx,
+            asked_width=self.asked_width,
         )
 
     def _affordable(self, grid: list[int]) -> list[int]:
@@ -354,7 +359,7 @@ class _Profiler:
             if left_ms <= 0.0:
                 # on a starved machine even that has an end
                 most_ms = 1000.0 * self.config.profile_overrun * self.budget_seconds
-                if not needed or (left_ms <= -most_ms and self._any()):
+                if not needed or (left_ms <= -most_ms and self._visits):
                     return None
                 missing = needed
             missing = [*needed, *(t for t in missing if t not in needed)]
@@ -367,7 +372,7 @@ class _Profiler:
             return context, tasks
         surprises = self._surprises()
         rated = [
-            (self._gain(t, surprises.get(id(t), 0.0)), t)
+            (self._gain(t, surprises.get(t, 0.0)), t)
             for t in self._tasks
             if not t.is_step or len(t.ratios) < 3
         ]
@@ -384,9 +389,6 @@ class _Profiler:
             if fits and gain >= 0.2 * best[0]:
                 chosen.append(task)
         return context, chosen
-
-    def _any(self) -> bool:
-        return any(t.is_step and t.ratios for t in self._tasks)
 
     def _how_many(self, context: int, tasks: Sequence[_Task], most_ms: float) -> int:
         """How many of the tasks fit one visit of so many ms; at least one."""
@@ -410,13 +412,14 @@ class _Profiler:
             needed += [t for t in missing if t.width > 1][:1]
         return needed
 
-    def _surprises(self) -> dict[int, float]:
+    def _surprises(self) -> dict[_Task, float]:
         """Relative distance, by task, of times seen once or twice from what all others suggest.
 
         Either the machine was disturbed or the cost is odd; both are worth another look.
         """
-        found: dict[int, float] = {}
+        found: dict[_Task, float] = {}
         costs = Costs(self._profile([]))
+        levels = self._levels()
         curves: dict[int, list[_Task]] = {}
         for task in self._tasks:
             if task.ratios and task.head and not task.skipped:
@@ -424,11 +427,10 @@ class _Profiler:
         for task in self._tasks:
             if not 0 < len(task.ratios) < _SETTLED_SAMPLES or not task.head:
                 continue
-            reference = Timing.of(self._references[task.context]).median_ms
-            ms = reference * min(task.ratios)
             if task.width == 1:
                 if task.plan is not None:
-                    found[id(task)] = abs(ms / costs.draft_ms(task.plan, task.context) - 1.0)
+                    ms = levels[task.context] * min(task.ratios)
+                    found[task] = abs(ms / costs.draft_ms(task.plan, task.context) - 1.0)
             elif task.plan is None:
                 others = [t for t in curves[task.context] if t is not task]
                 below = [t for t in others if t.width < task.width]
@@ -438,8 +440,8 @@ class _Profiler:
                     high = min(above, key=lambda t: t.width)
                     share = (task.width - low.width) / (high.width - low.width)
                     between = (1.0 - share) * min(low.ratios) + share * min(high.ratios)
-                    found[id(task)] = abs(min(task.ratios) / between - 1.0)
-        return {key: d for key, d in found.items() if d > _SURPRISE}
+                    found[task] = abs(min(task.ratios) / between - 1.0)
+        return {task: d for task, d in found.items() if d > _SURPRISE}
 
     def _gain(self, task: _Task, surprise: float) -> float:
         """Expected reduction of the squared relative error of predictions, per ms of measuring."""

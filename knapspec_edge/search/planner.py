@@ -136,6 +136,11 @@ def decide(
     key = measurement_key(backend, model_key, calibration_tokens, config)
     latency_key = kept.latency_key(backend, model_key)
     latency = kept.load_latency(store, latency_key, backend)
+    if latency is not None and not latency.covers(
+        min(backend.n_ctx, config.measure_limit_tokens),
+        min(backend.max_verify_tokens, config.measure_verify_max),
+    ):
+        latency = None
     age_seconds = time.time() - latency.measured_at if latency is not None else 0.0
     retry = not 0.0 <= age_seconds <= config.measure_retry_seconds
     if latency is not None and latency.spread > config.measure_max_spread and retry:
@@ -217,11 +222,13 @@ def candidate_plans(
     solutions = [s for s in solve(items) if s.saving_units > 0]
     if not solutions:
         return []
+    verify_ms = verification_ms(costs, context_tokens, config)
     deepest = solutions[-1].saving_units
     best: dict[int, tuple[float, Plan]] = {}
     for solution in solutions:
         plan = Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True)))
-        rate = geometric_rate(costs, context_tokens, plan, math.exp(-solution.loss), config)
+        draft_ms = costs.draft_ms(plan, context_tokens)
+        rate = geometric_rate(draft_ms, math.exp(-solution.loss), verify_ms)
         part = math.isqrt(config.plan_shortlist**2 * (solution.saving_units - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, plan)
@@ -322,21 +329,20 @@ def _disturbance(
     return None
 
 
-def geometric_rate(
-    costs: Costs, context_tokens: int, plan: Plan, alpha: float, config: Config = DEFAULTS
-) -> float:
-    """Tokens per ms of a plan whose every pick agrees with chance alpha, with the best length."""
-    draft_ms = costs.draft_ms(plan, context_tokens)
+def verification_ms(
+    costs: Costs, context_tokens: int, config: Config = DEFAULTS
+) -> dict[int, float]:
+    """Time of verifying a draft, by each length γ that may be chosen."""
+    return {gamma: costs.verify_ms(context_tokens, gamma + 1) for gamma in _lengths(costs, config)}
+
+
+def geometric_rate(draft_ms: float, alpha: float, verify_ms: Mapping[int, float]) -> float:
+    """Tokens per ms with the best γ of those whose verification `verify_ms` holds; 0 without."""
     rates = (
-        tokens_per_ms(
-            expected_tokens_geometric(alpha, gamma),
-            gamma,
-            draft_ms,
-            costs.verify_ms(context_tokens, gamma + 1),
-        )
-        for gamma in _lengths(costs, config)
+        tokens_per_ms(expected_tokens_geometric(alpha, gamma), gamma, draft_ms, verify)
+        for gamma, verify in verify_ms.items()
     )
-    return max(rates, default=0.0)  # no verification was measured
+    return max(rates, default=0.0)
 
 
 def _lengths(costs: Costs, config: Config) -> range:

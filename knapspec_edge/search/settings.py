@@ -17,7 +17,7 @@ from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import SubLayer
-from .planner import candidate_plans, geometric_rate
+from .planner import candidate_plans, geometric_rate, verification_ms
 from .throughput import loss
 
 # Grows when a stored record means something else than before.
@@ -88,13 +88,12 @@ def _speculation_ms(
         loss(item.agreement, item.total) if item.total else math.inf
         for item in fidelity.agreements(sublayers)
     ]
+    verify_ms = verification_ms(costs, context_tokens, config)
     rates = [
         geometric_rate(
-            costs,
-            context_tokens,
-            plan,
+            costs.draft_ms(plan, context_tokens),
             math.exp(-sum(losses[i] for i in plan.skipped)),
-            config,
+            verify_ms,
         )
         for plan in candidate_plans(costs, fidelity, context_tokens, sublayers, config)
     ]
