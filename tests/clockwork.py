@@ -145,7 +145,17 @@ def profile_of(
                     if len(members) < truth.n:
                         see(context, width, members, True)
     return LatencyProfile(
-        truth.n, classes, contexts[-1], tuple(samples), {"threads": 2}, 30.0, 29.0, 1e9, ("a note",)
+        truth.n,
+        classes,
+        contexts[-1],
+        tuple(samples),
+        {"threads": 2},
+        budget_seconds=30.0,
+        elapsed_seconds=29.0,
+        measured_at=1e9,
+        notes=("a note",),
+        asked_tokens=contexts[-1],
+        asked_width=max(widths, default=1),
     )
 
 

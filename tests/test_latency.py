@@ -587,7 +587,7 @@ class TestCosts:
                 assert costs.ms(i, context) == costs.saving_ms(i, context)
                 for width in (4, 8, 16):
                     exact = truth.works[i].ms(context, width)
-                    assert off_by(costs.ms(i, context, width), exact) < 0.15
+                    assert off_by(costs.ms(i, context, width), exact) < 0.2
         # so the shares of a pass follow
         assert costs.ms(1, 128, 16) / costs.ms(1, 128) > 2 * costs.ms(0, 128, 16) / costs.ms(0, 128)
 

@@ -467,6 +467,7 @@ class TestDecision:
         assert decision.state == "off"
         assert "too busy" in decision.reason
         assert decision.draft is not None
+        assert backend.clock() < 3 * CONFIG.measure_budget_seconds
         # Not at every start, which would cost seconds each time on a machine that is always busy.
         quiet = toy()
         again = decide_for(quiet, Store(tmp_path))
@@ -477,6 +478,23 @@ class TestDecision:
         later += 1e9
         assert decide_for(toy(), Store(tmp_path)).from_cache
 
+    def test_rounds_on_a_machine_that_is_no_longer_at_rest_are_not_believed(self) -> None:
+        """The profile is good, but by the time of the real rounds something else runs."""
+        backend = toy()
+        texts = [0]
+
+        def later(call: str) -> None:
+            texts[0] += call == "evaluate"
+            backend.now_ms += 25.0 if texts[0] else 0.0
+
+        backend.on_call = later
+        decision = decide_for(backend)
+        assert decision.state == "off"
+        step = FAST.step_ms(backend.sublayers, CONFIG.measure_context_tokens, None)
+        assert f"too busy to measure (a step took {step:.1f} to {step + 25:.1f} ms)" in (
+            decision.reason
+        )
+
     def test_drift_of_the_machine_does_not_hide_what_sublayers_cost(self) -> None:
         backend = toy()
 
@@ -486,6 +504,13 @@ class TestDecision:
         backend.on_call = slower_and_slower
         measured = measure(backend)
         assert measured.costs.saving_ms(1, measured.context_tokens) == pytest.approx(1.0, rel=0.25)
+
+    def test_a_starved_machine_is_a_reason_not_an_error(self) -> None:
+        """Every pass takes so long that none of several tokens was timed."""
+        decision = decide_for(toy(Costs(3e4, 3e4, 1e4, 0, 1e4, 0.3)))
+        assert decision.state == "off"
+        assert "no time to measure a verification pass" in decision.reason
+        assert decision.draft is None
 
     @pytest.mark.parametrize("first", ["decode", "prefill"])
     def test_a_wrong_estimate_does_not_cost_minutes(self, first: str) -> None:
@@ -633,6 +658,32 @@ class TestStore:
         decide_for(backend, store, QUICK)
         assert 0 < backend.clock() < 0.7 * whole.clock()
         assert "fill" not in {call for call, _ in backend.log}  # so no latency was measured
+
+    def test_a_profile_that_does_not_reach_far_enough_is_measured_again(
+        self, tmp_path: Path
+    ) -> None:
+        """One of a small context would be wrong by half at the end of a large one."""
+        store = Store(tmp_path)
+        costs = Costs(0.2, 0.3, 1.0, 3.0, 1.0, 0.02)
+
+        def at(n_ctx: int, most: int = 16) -> tuple[Decision, FakeBackend]:
+            backend = FakeBackend(
+                ToyModel(end_tokens=frozenset()),
+                n_layer=2, n_ctx=n_ctx, costs=costs, max_verify_tokens=most,
+            )  # fmt: skip
+            return decide_for(backend, store, QUICK), backend
+
+        for n_ctx, most in ((64, 16), (1024, 2), (1024, 16)):
+            decision, backend = at(n_ctx, most)
+            assert "fill" in {call for call, _ in backend.log}
+            assert decision.measured is not None
+            assert decision.measured.costs.max_width >= min(most, 8)
+        step = costs.step_ms(backend.sublayers, 900, None)
+        assert decision.measured is not None
+        assert decision.measured.costs.step_ms(900) == pytest.approx(step, rel=0.02)
+        # what reaches further serves smaller contexts too
+        for n_ctx, most in ((1024, 16), (512, 16), (512, 4)):
+            assert "fill" not in {call for call, _ in at(n_ctx, most)[1].log}
 
     def test_counts_of_all_runs_are_kept(self, tmp_path: Path) -> None:
         store = Store(tmp_path)

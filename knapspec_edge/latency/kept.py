@@ -15,7 +15,7 @@ from .profile import LatencyProfile
 from .store import Store
 
 # Grow when a stored record means something else than before.
-_LATENCY = 1
+_LATENCY = 2
 _FIDELITY = 1
 
 ModelKey = str | Mapping[str, Any]

@@ -40,6 +40,13 @@ class LatencyProfile:
     elapsed_seconds: float
     measured_at: float  # seconds since 1970
     notes: tuple[str, ...] = field(default=())
+    # What was to be measured: a slow model is measured at fewer contexts than that, see notes.
+    asked_tokens: int = 0  # size of the context, or the limit that was set
+    asked_width: int = 0  # widest pass
+
+    def covers(self, n_ctx: int, width: int) -> bool:
+        """Whether it was meant to reach so far: measuring again would not tell more."""
+        return self.asked_tokens >= n_ctx and self.asked_width >= width
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -118,6 +125,8 @@ class LatencyProfile:
             elapsed_seconds=float(data["elapsed_seconds"]),
             measured_at=float(data["measured_at"]),
             notes=tuple(str(note) for note in data["notes"]),
+            asked_tokens=int(data["asked_tokens"]),
+            asked_width=int(data["asked_width"]),
         )
 
 

@@ -143,6 +143,7 @@ def measure_latency(
         profiler = _Profiler(
             backend,
             min(widest, max(1, n_ctx // 4)),
+            widest,
             n_ctx,
             budget_seconds,
             tokens,
@@ -160,6 +161,7 @@ class _Profiler:
         self,
         backend: Backend,
         widest: int,
+        asked_width: int,
         n_ctx: int,
         budget_seconds: float,
         tokens: Sequence[int],
@@ -172,6 +174,7 @@ class _Profiler:
         self.clock = clock
         self.budget_seconds = budget_seconds
         self.widest = widest
+        self.asked_width = asked_width
         self.n_ctx = n_ctx
         self._progress = progress
         self._started = self._since = clock()
@@ -219,6 +222,8 @@ class _Profiler:
             elapsed_seconds=self.clock() - self._started,
             measured_at=time.time(),
             notes=tuple(notes),
+            asked_tokens=self.n_ctx,
+            asked_width=self.asked_width,
         )
 
     def _affordable(self, grid: list[int]) -> list[int]:
@@ -352,7 +357,9 @@ class _Profiler:
             left_ms += 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
             needed = self._indispensable(missing)
             if left_ms <= 0.0:
-                if not needed:
+                # on a starved machine even that has an end
+                most_ms = 1000.0 * self.config.profile_overrun * self.budget_seconds
+                if not needed or (left_ms <= -most_ms and self._visits):
                     return None
                 missing = needed
             missing = [*needed, *(t for t in missing if t not in needed)]
@@ -360,6 +367,8 @@ class _Profiler:
             tasks = [t for t in missing if t.context == context][:_MAX_VISIT_TASKS]
             if left_ms > 0.0:
                 tasks = tasks[: self._how_many(context, tasks, left_ms)]
+                if not needed and self._visit_ms(context, tasks) > left_ms:
+                    return None
             return context, tasks
         surprises = self._surprises()
         rated = [

@@ -360,13 +360,14 @@ class LlamaBackend(Closing):
             self._n_past = n_tokens
 
     def set_threads(self, threads: int, threads_batch: int | None = None) -> None:
-        for number in (threads, threads_batch or threads):
+        wide = threads if threads_batch is None else threads_batch
+        for number in (threads, wide):
             if not 1 <= number <= THREADS_MAX:
                 raise UsageError(f"--threads must be in 1..{THREADS_MAX}, not {number}")
         with self._alone():
             self._threads = threads
-            self._llama.llama_set_n_threads(self.pointer, threads, threads_batch or threads)
-        self.settings.update(threads=threads, threads_batch=threads_batch or threads)
+            self._llama.llama_set_n_threads(self.pointer, threads, wide)
+        self.settings.update(threads=threads, threads_batch=wide)
 
     # judging
 

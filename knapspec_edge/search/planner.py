@@ -136,6 +136,11 @@ def decide(
     key = measurement_key(backend, model_key, calibration_tokens, config)
     latency_key = kept.latency_key(backend, model_key)
     latency = kept.load_latency(store, latency_key, backend)
+    if latency is not None and not latency.covers(
+        min(backend.n_ctx, config.measure_limit_tokens),
+        min(backend.max_verify_tokens, config.measure_verify_max),
+    ):
+        latency = None
     age_seconds = time.time() - latency.measured_at if latency is not None else 0.0
     retry = not 0.0 <= age_seconds <= config.measure_retry_seconds
     if latency is not None and latency.spread > config.measure_max_spread and retry:
@@ -249,6 +254,14 @@ def choose(
         reverse=True,
     )
     baseline = 1000.0 / (correction.step * measured.step_ms)
+    if measured.costs.max_width < 2:
+        return Decision(
+            "off",
+            "off: one step takes so long that there was no time to measure a verification pass",
+            baseline_per_second=baseline,
+            measured=measured,
+            from_cache=from_cache,
+        )
     if not ranked:
         items = measured.fidelity.agreements(sublayers)
         worst = max((i.agreement for i in items), default=0.0)
@@ -324,11 +337,12 @@ def verification_ms(
 
 
 def geometric_rate(draft_ms: float, alpha: float, verify_ms: Mapping[int, float]) -> float:
-    """Tokens per ms with the best γ of those whose verification `verify_ms` holds."""
-    return max(
+    """Tokens per ms with the best γ of those whose verification `verify_ms` holds; 0 without."""
+    rates = (
         tokens_per_ms(expected_tokens_geometric(alpha, gamma), gamma, draft_ms, verify)
         for gamma, verify in verify_ms.items()
     )
+    return max(rates, default=0.0)
 
 
 def _lengths(costs: Costs, config: Config) -> range:

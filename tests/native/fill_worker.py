@@ -19,7 +19,7 @@ from knapspec_edge.records import Plan, Sampling
 
 GREEDY = Sampling()
 PROMPT = [3, 17, 42, 5, 99, 64, 23, 8, 110, 71, 12, 50]
-CTX_TOKENS = 512
+CTX_TOKENS = 128  # tiny models that learn their positions know no more
 
 
 def open_exact(model: Any) -> Any:
@@ -36,20 +36,17 @@ def answer(backend: Any) -> np.ndarray:
     return np.stack(rows)
 
 
-def weight_bytes(path: Path, used: dict[int, int]) -> tuple[int, int]:
-    """Bytes of all tensors of the layers for one token, with and without those of experts.
-
-    `used`: experts chosen, by how many there are."""
-    dense = experts = 0
+def layer_bytes(path: Path, traits: list[dict[str, Any]]) -> int:
+    """Bytes of all weights of the layers that one token needs; of experts those that are used."""
+    used = {t["n_experts"]: t["n_experts_used"] for t in traits if t["n_experts"]}
+    total = 0
     for tensor in gguf.GGUFReader(path).tensors:
-        if not tensor.name.startswith("blk."):
-            continue
-        count = int(tensor.shape[-1])
-        if "_exps" in tensor.name and len(tensor.shape) == 3 and count in used:
-            experts += int(tensor.n_bytes) // count * used[count]
-        else:
-            dense += int(tensor.n_bytes)
-    return dense + experts, dense
+        if tensor.name.startswith("blk."):
+            size, count = int(tensor.n_bytes), int(tensor.shape[-1])
+            if "_exps.weight" in tensor.name and count in used:
+                size = size // count * used[count]
+            total += size
+    return total
 
 
 def look(path: Path) -> dict[str, Any]:
@@ -59,13 +56,11 @@ def look(path: Path) -> dict[str, Any]:
             if not backend.sublayers:
                 return {"refusal": backend.refusal}
             fresh = answer(backend)
-            traits = backend.traits
-            found["sublayers"] = [[s.layer, s.kind.value] for s in backend.sublayers]
-            found["traits"] = [vars(t) for t in traits]
-        used = {t.n_experts: t.n_experts_used for t in traits if t.n_experts}
-        found["file_bytes"], _ = weight_bytes(path, used)
+            found["kinds"] = [s.kind.value for s in backend.sublayers]
+            found["traits"] = [vars(t) for t in backend.traits]
+        found["layer_bytes"] = layer_bytes(path, found["traits"])
         with open_exact(model) as backend:
-            backend.fill(100)
+            backend.fill(50)
             past = [backend.n_past]
             backend.decode(5, GREEDY)
             backend.append([9, 4, 2])
@@ -74,10 +69,10 @@ def look(path: Path) -> dict[str, Any]:
             if backend.refusal is None:
                 n = len(backend.sublayers)
                 backend.decode(8, GREEDY, Plan.skipping(n, [0]))
-                backend.truncate(100)
-                backend.fill(400)
+                backend.truncate(50)
+                backend.fill(100)
                 backend.evaluate([1, 2], Plan.skipping(n, [n - 1]))
-                backend.truncate(400)
+                backend.truncate(100)
                 past.append(backend.n_past)
             found["finite"] = bool(np.isfinite(backend.logits()).all())
             found["past"] = past
