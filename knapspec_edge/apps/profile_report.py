@@ -368,6 +368,14 @@ def _fit_facts(report: ProfileReport, costs: Costs, groups: Sequence[Group]) -> 
             f"{len(costs.profile.samples):,} kinds of pass; {_spread(costs)}",
         )
     )
+    if any(costs.rest_ms(c) < -0.02 * costs.step_ms(c) for c in costs.profile.contexts):
+        pairs.append(
+            (
+                "rest",
+                "is negative: each part costs less in company than leaving it out saves, because "
+                "the processor's cache keeps more of the weights the fewer there are",
+            )
+        )
     if costs.blind:
         pairs.append(("warning", "noise hid what a sublayer costs; measure again at rest"))
     return Facts(_clean_pairs(pairs), "Cost of one sublayer (± 95 % confidence)")
@@ -598,7 +606,8 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
                       line {intercept_ms, slope_ms_per_token, their half widths at 95 %, points,
                       largest_residual_ms}, costs [{context_tokens, ms, standard_error_ms,
                       fitted_ms}]
-        steps         [{context_tokens, step_ms, tokens_per_second, head_ms, fixed_ms, rest_ms, shares}]
+        steps         [{context_tokens, step_ms, tokens_per_second, head_ms, fixed_ms, rest_ms,
+                      shares}]
         verification  [{context_tokens, width_tokens, ms, steps}]: passes, also in steps
         crossing_tokens  context from which attention costs more than an MLP
         fit_error     {median, worst}: relative, over the samples of single tokens

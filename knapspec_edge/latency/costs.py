@@ -31,6 +31,8 @@ SAMPLE_PRIOR = 0.03
 # A fitted time is a line unless the line misses a measured context by more than this share of the
 # step there, all sublayers of the class together.
 LINE_TOLERANCE = 0.02
+# Plain steps at two contexts that differ less than this tell nothing about growth.
+_SPAN = 1.1
 # No measurement is trusted beyond this, so that a lucky agreement of few samples decides nothing.
 _LEAST_ERROR = 0.004
 
@@ -344,24 +346,23 @@ class Costs:
             if s.width > 1 and s.head and not s.skipped:
                 at = self._step(s.context_tokens + s.width - 1)
                 anchors.setdefault(s.width, []).append((at, s.timing.median_ms))
-        whole = {b: _curve_through(found) for b, found in anchors.items() if len(found) > 1}
+        whole = {b: _curve_through(found) for b, found in anchors.items() if _spans(found)}
         self._verification: dict[int, Curve] = {}
         for width, found in anchors.items():
-            self._verification[width] = whole.get(width) or self._like_nearest(
-                width, found[0], whole
-            )
+            self._verification[width] = whole.get(width) or self._like_nearest(width, found, whole)
         self._widths = [1, *sorted(anchors)]
 
     @staticmethod
-    def _like_nearest(width: int, anchor: tuple[float, float], whole: dict[int, Curve]) -> Curve:
-        """A width that was timed at one context only: what its further tokens cost grows along the
-        contexts as with the nearest width that was timed at several."""
+    def _like_nearest(
+        width: int, anchors: list[tuple[float, float]], whole: dict[int, Curve]
+    ) -> Curve:
+        """A width that was timed at short contexts only, or at one: what its further tokens cost
+        grows along the contexts as with the nearest width that was timed all along."""
         if not whole:
-            return _curve_through([anchor])
-        at, ms = anchor
+            return _curve_through(anchors)
         near = whole[min(whole, key=lambda b: abs(math.log(b / width)))]
-        extra = near(at) - at
-        share = (ms - at) / extra if extra > 0.0 else 0.0
+        shares = [(ms - at) / (near(at) - at) for at, ms in anchors if near(at) > at]
+        share = float(np.median(shares)) if shares else 0.0
         return lambda x: x + share * (near(x) - x)
 
     def _fit_wide_classes(self) -> None:
@@ -395,13 +396,19 @@ def _error(sample: Sample) -> float:
     return max(_LEAST_ERROR, sample.timing.relative_error(SAMPLE_PRIOR))
 
 
+def _spans(points: list[tuple[float, float]]) -> bool:
+    """Whether the points lie far enough apart to tell how a pass grows with the context."""
+    x = [p[0] for p in points]
+    return max(x) > _SPAN * min(x)
+
+
 def _curve_through(points: list[tuple[float, float]]) -> Curve:
     """Linear between the points, continued beyond them with the slope of the outermost two; never
     falling beyond the last one."""
     ordered = sorted(points)
     x = np.array([p[0] for p in ordered])
     y = np.array([p[1] for p in ordered])
-    if len(ordered) == 1 or x[-1] - x[0] < 0.02 * x[-1]:
+    if not _spans(ordered):
         # A step that costs the same at every context: so does the pass, in proportion.
         ratio = float(np.mean(y / x))
         return lambda at: ratio * at
