@@ -125,17 +125,22 @@ class _Number(click.FloatRange):
         return number
 
 
+_THREADS = _option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads.")
+_GPU_LAYERS = _option(
+    "--gpu-layers",
+    callback=_gpu_layers,
+    default="auto",
+    show_default=True,
+    metavar="auto|N",
+    help="Layers on the GPU.",
+)
+_ACCEPT_LICENCE = _option(
+    "--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."
+)
 _MODEL_OPTIONS = (
     _option("--ctx", type=click.IntRange(1, CTX_TOKENS_MAX), help="Context size in tokens."),
-    _option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads."),
-    _option(
-        "--gpu-layers",
-        callback=_gpu_layers,
-        default="auto",
-        show_default=True,
-        metavar="auto|N",
-        help="Layers on the GPU.",
-    ),
+    _THREADS,
+    _GPU_LAYERS,
     _option(
         "--kv-type",
         type=click.Choice((*KV_TYPES, "auto")),
@@ -153,7 +158,7 @@ _MODEL_OPTIONS = (
         help="Flash attention; auto takes what `profile` found best, or llama.cpp's choice.",
     ),
     _option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
-    _option("--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."),
+    _ACCEPT_LICENCE,
 )
 _ANSWER_OPTIONS = (
     _option(
@@ -489,6 +494,115 @@ def bench(
         else:
             terminal.text(app.markdown(report) + "\n")
     return exit_code
+
+
+@cli.command()
+@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@_option(
+    "--ctx",
+    type=click.IntRange(1, CTX_TOKENS_MAX),
+    help="Longest context to measure, in tokens; without it what the model and the memory "
+    "allow, at most 32768.",
+)
+@_option(
+    "--budget",
+    type=_Number(1.0, 86400.0),
+    metavar="SECONDS",
+    help="Time to measure for; without it as long as the model's size needs.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
+@_with(_THREADS, _GPU_LAYERS)
+@_option(
+    "--kv-type",
+    type=click.Choice((*KV_TYPES, "auto")),
+    default="f16",
+    show_default=True,
+    metavar="TYPE",
+    help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, which compares f16 and "
+    "q8_0.",
+)
+@_option(
+    "--flash-attn",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    show_default=True,
+    help="Flash attention; auto compares both.",
+)
+@_with(_ACCEPT_LICENCE, *_OUTPUT_OPTIONS)
+def profile(
+    model: str | None,
+    budget: float | None,
+    as_json: bool,
+    plot: str | None,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
+    """Measure what passes cost on this machine and what each sublayer of MODEL contributes, and
+    keep it: later runs load it, and choose flash attention, threads and drafts by it.
+
+    Shows the cost of a step and of its sublayers by context, the cost of verifying several tokens
+    at once, and the sublayers whose absence harms least and most. Ctrl-C ends it early with what
+    was measured until then. Best done on a machine that does nothing else.
+
+    \b
+    Examples:
+      knapspec-edge profile
+      knapspec-edge profile model.gguf --ctx 32768 --budget 180 --plot profile.html
+      knapspec-edge profile model.gguf --kv-type auto --json > profile.json
+    """
+    from pathlib import Path
+
+    from . import models as store
+    from .apps import profile as app
+    from .apps import profile_report
+    from .terminal import Terminal
+
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    drawing = None if plot is None else Path(os.path.expanduser(plot))
+    if drawing is not None:
+        from .apps import plots
+
+        # What cannot be drawn is said before minutes are spent on measuring it.
+        plots.check(drawing)
+    try:
+        path = store.obtain(
+            model or store.default_model().name,
+            accept_licence=options["accept_licence"],
+            confirm=_confirm_licence(terminal),
+            progress=_fetch_progress(terminal),
+        )
+        report = app.run(
+            path,
+            app.Options(
+                ctx=options["ctx"],
+                budget_seconds=budget,
+                threads=options["threads"],
+                gpu_layers=options["gpu_layers"],
+                kv_type=options["kv_type"],
+                flash_attn=options["flash_attn"],
+            ),
+            terminal.progress,
+        )
+    finally:
+        terminal.clear_progress()
+    for warning in report.warnings:
+        terminal.warning(warning)
+    if as_json:
+        import json
+
+        data = profile_report.to_json(report)
+        terminal.text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        terminal.show(profile_report.renderables(report, terminal.columns))
+    if drawing is not None:
+        plots.save(report, drawing)
+        terminal.notice(f"drawn into {drawing}")
+    if report.interrupted:
+        terminal.notice("interrupted: this is what was measured until then")
+        return EXIT_INTERRUPTED
+    return 0
 
 
 @cli.group()

@@ -6,14 +6,22 @@ do not. Does not know what is being shown.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 # A stage that ends within this time shows no progress: a line that flashes up helps nobody.
 PROGRESS_DELAY_SECONDS = 1.0
+# Remaining time is estimated from what is done; before this share and time it would be a guess.
+_ESTIMATE_MIN_SHARE = 0.02
+_ESTIMATE_MIN_SECONDS = 2.0
 PROGRAM = "knapspec-edge"
+# Columns of what is shown in a file or pipe, unless COLUMNS says otherwise.
+_FILE_COLUMNS = 100
 
 # A model's text must not drive the terminal: control characters other than tab and newline go.
 _UNSAFE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
@@ -21,6 +29,8 @@ _UNSAFE = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code
 _STAGES = {
     "load": "loading the model",
     "measure": "measuring this machine (once)",
+    "profile": "measuring passes",
+    "fidelity": "measuring what sublayers contribute",
     "prompt": "reading the prompt",
     "compare": "comparing, answer by answer",
     "check": "checking the file",
@@ -74,6 +84,40 @@ class Terminal:
         self.out.write(text.translate(_UNSAFE) if self.out_is_terminal else text)
         self.out.flush()
 
+    @property
+    def columns(self) -> int:
+        """Width to lay out for: that of the terminal, or one that suits a file."""
+        from rich.console import Console
+
+        if self.out_is_terminal or os.environ.get("COLUMNS"):
+            return Console(file=self.out).width
+        return _FILE_COLUMNS
+
+    def show(self, renderables: list[Any]) -> None:
+        """What rich can print, laid out for `columns`; without colours where nobody watches."""
+        from rich.console import Console
+
+        self.clear_progress()
+        drawn = io.StringIO()
+        real = Console(file=self.out)
+        console = Console(
+            file=drawn,
+            width=self.columns,
+            force_terminal=self.out_is_terminal,
+            # also obeys NO_COLOR and dumb terminals
+            color_system=real.color_system if self.out_is_terminal else None,  # type: ignore[arg-type]
+            no_color=real.no_color,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        for renderable in renderables:
+            console.print(renderable)
+        # Padding at the end of a line only gets in the way of copying and comparing.
+        self.out.write("".join(f"{line.rstrip()}\n" for line in drawn.getvalue().split("\n")[:-1]))
+        self.out.flush()
+        self._mid_line = False
+
     def end_line(self) -> None:
         """Start a new line on standard output unless it is at the start of one."""
         if self._mid_line:
@@ -126,11 +170,27 @@ class Terminal:
         self.err.flush()
 
 
+def remaining_seconds(share: float, elapsed_seconds: float) -> float | None:
+    """Time left of a stage of which `share` (0..1) took `elapsed_seconds`; None: too early."""
+    if share < _ESTIMATE_MIN_SHARE or elapsed_seconds < _ESTIMATE_MIN_SECONDS:
+        return None
+    return max(0.0, elapsed_seconds * (1.0 / min(share, 1.0) - 1.0))
+
+
+def _left(seconds: float) -> str:
+    """ "25 s left", "3:05 min left"."""
+    whole = max(1, round(seconds))
+    return f"{whole} s left" if whole < 90 else f"{whole // 60}:{whole % 60:02d} min left"
+
+
 class _ProgressLine:
     """One transient line that appears only for stages that last."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
+        self._clock = clock
+        self._begun = 0.0  # when the stage began
+        self._end: float | None = None  # when it is expected to end
         self._lock = threading.RLock()
         self._stage: str | None = None
         self._share: float | None = None
@@ -143,12 +203,22 @@ class _ProgressLine:
             if stage != self._stage:
                 self.clear()
                 self._stage = stage
+                self._begun = self._clock()
+                self._end = None
                 # By a timer, so that a stage that never reports in between is shown as well.
                 self._timer = threading.Timer(PROGRESS_DELAY_SECONDS, self._show, (stage,))
                 self._timer.daemon = True
                 self._timer.start()
             self._share = share
+            now = self._clock()
+            left = None if share is None else remaining_seconds(share, now - self._begun)
+            self._end = None if left is None else now + left
             self._refresh()
+
+    def left(self) -> str:
+        """The remaining time in words, as of now; empty where it is not known."""
+        end = self._end
+        return "" if end is None else _left(end - self._clock())
 
     def clear(self) -> None:
         with self._lock:
@@ -162,13 +232,30 @@ class _ProgressLine:
 
     def _show(self, stage: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            ProgressColumn,
+            Task,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+        from rich.text import Text
+
+        line = self
+
+        class Left(ProgressColumn):
+            """Counts down between two reports."""
+
+            def render(self, task: Task) -> Text:
+                return Text(line.left(), style="dim")
 
         bar = Progress(
             TextColumn("[dim]{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[percent]}"),
             TimeElapsedColumn(),
+            Left(),
             console=Console(file=self._stream),
             transient=True,
             redirect_stdout=False,

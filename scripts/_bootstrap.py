@@ -378,7 +378,8 @@ def install_package(progress: Progress, arguments: str) -> None:
 
 
 def install_test_tools(progress: Progress) -> None:
-    execute(pip("install", "knapspec-edge[dev]"), progress)
+    # the extras that tests need as well
+    execute(pip("install", "knapspec-edge[dev,plot]"), progress)
 
 
 def set_up(*, tests: bool) -> dict[str, Any]:

@@ -361,7 +361,9 @@ def test_usage_errors_are_one_line_and_exit_2(opened: Opened, arguments: list[st
     one_line(result)
 
 
-@pytest.mark.parametrize("command", [[], ["chat"], ["run"], ["bench"], ["doctor"], ["models"]])
+@pytest.mark.parametrize(
+    "command", [[], ["chat"], ["run"], ["bench"], ["profile"], ["doctor"], ["models"]]
+)
 def test_help_has_examples(command: list[str]) -> None:
     result = invoke(*command, "--help")
     assert result.exit_code == 0

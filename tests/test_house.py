@@ -39,6 +39,7 @@ FENCED = {
     "click": ("cli",),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
+    "matplotlib": ("apps/plots",),
 }
 
 # The loop and the planner work, and are tested, without the native library.
@@ -158,7 +159,9 @@ def test_the_rules_notice_what_they_forbid():
     assert not is_program(ast.parse("if __debug__:\n    print(1)"))
 
 
-HEAVY = ("numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2")
+HEAVY = (
+    "numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2", "matplotlib",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["chat", "--help"]])

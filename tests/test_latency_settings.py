@@ -80,7 +80,7 @@ class TestThreads:
 
         backend.set_threads = set_threads  # type: ignore[method-assign]
         backend.on_call = slower
-        times = measure_threads(backend, [1, 4], clock=backend.clock)
+        times = measure_threads(backend, [1, 4], budget_seconds=9.0, clock=backend.clock)
         step = TOY.step_ms(backend.sublayers, 129, None)
         assert [t.threads for t in times] == [1, 4]
         assert times[0].step_ms == pytest.approx(step, rel=0.01)
@@ -96,7 +96,14 @@ class TestThreads:
 
     def test_tiny_contexts(self) -> None:
         backend = FakeBackend(ToyModel(end_tokens=frozenset()), n_ctx=2)
-        assert len(measure_threads(backend, [1, 2], clock=backend.clock)) == 2
+        times = measure_threads(backend, [1, 2], budget_seconds=9.0, clock=backend.clock)
+        assert len(times) == 2
+
+    def test_a_spent_budget_leaves_candidates_out_but_never_the_first(self) -> None:
+        backend = toy()
+        times = measure_threads(backend, [4, 3, 2], budget_seconds=0.0, clock=backend.clock)
+        assert [t.threads for t in times] == [4]
+        assert best_threads(times) == (4, 4)
 
 
 class TestPaired:

@@ -43,6 +43,7 @@ def test_it_holds_what_the_package_needs(wheel):
         "knapspec_edge/py.typed",
         "knapspec_edge/cli.py",
         "knapspec_edge/data/manifest.toml",
+        "knapspec_edge/text/calibration.txt",
         "knapspec_edge/native/LICENSE.llama.cpp",
         "knapspec_edge/native/lib/_build_info.json",
     ):

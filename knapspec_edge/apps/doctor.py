@@ -49,6 +49,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
             "machine": platform.machine(),
             "cpus": os.cpu_count(),
             "usable_cpus": _usable_cpus(),
+            "threads": _threads(),
         },
         "packages": packages,
         "library": _library(problems),
@@ -70,6 +71,7 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("knapspec-edge", report["version"]),
         ("Python", f"{report['python']['version']} ({report['python']['executable']})"),
         ("platform", f"{machine['system']}, {machine['usable_cpus']} of {machine['cpus']} CPUs"),
+        ("threads", f"{machine['threads']['count']} ({machine['threads']['reason']})"),
     ]
     rows += [(name, version or "missing") for name, version in report["packages"].items()]
     rows += [
@@ -85,7 +87,8 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         (
             f"device {device['name']}",
             f"{device['description']} ({device['type']}, {device['free_bytes'] >> 20} of "
-            f"{device['total_bytes'] >> 20} MiB free)",
+            f"{device['total_bytes'] >> 20} MiB free"
+            f"{', memory shared with the CPU' if device['unified_memory'] else ''})",
         )
         for device in report["library"].get("devices", [])
     ]
@@ -96,8 +99,26 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (f"model {name.replace('_', ' ')}", _shown(value))
         for name, value in report.get("model", {}).items()
+        if name != "placement"
     ]
+    if placed := report.get("model", {}).get("placement"):
+        rows += placement_rows(placed)
     return rows
+
+
+def placement_rows(placed: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows for people about what `native.devices.placement` found."""
+    offloaded = placed["offloaded_layers"]
+    layers = f"{'unknown' if offloaded is None else offloaded} of {placed['n_layers']}"
+    if placed["partial"]:
+        layers += ", the CPU computes the others"
+    devices = "unknown"
+    if placed["devices"]:
+        devices = f"{_shown(placed['devices'])} (weights in {_shown(placed['buffers'])})"
+    return [
+        ("model devices", devices),
+        ("model offloaded layers", layers),
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -121,6 +142,14 @@ def _usable_cpus() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
+
+
+def _threads() -> dict[str, Any]:
+    """What decoding uses unless --threads says otherwise, and why."""
+    from ..native.threads import choose_threads
+
+    choice = choose_threads()
+    return {"count": choice.threads, "reason": choice.reason}
 
 
 def _library(problems: list[str]) -> dict[str, Any]:
@@ -201,6 +230,7 @@ def _model(
     if not with_library:
         return found
     from .. import native
+    from ..native.devices import placement
 
     try:
         with (
@@ -212,6 +242,7 @@ def _model(
                 kinds[sublayer.kind.value] = kinds.get(sublayer.kind.value, 0) + 1
             found["sublayers"] = kinds or "none found"
             found["speculation"] = backend.refusal or "possible"
+            found["placement"] = placement(backend)
             found["settings"] = dict(backend.settings)
             if backend.refusal is not None:
                 remarks.append(f"speculation is not possible with this model: {backend.refusal}")

@@ -22,7 +22,6 @@ from ..latency.fidelity import (
     Fidelity,
     measure_fidelity,
     probed_indices,
-    shorten,
     target_text,
 )
 from ..latency.paired import paired_steps
@@ -32,7 +31,7 @@ from ..latency.store import Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
 from ..records import SubLayer
 from ..search import settings as best_settings
-from ..text.calibration import calibration_tokens
+from ..text.calibration import calibration_tokens, long_calibration_tokens
 from ..text.templates import ChatTemplate, choose_template
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ _KV_TYPES = ("f16", "q8_0")
 # Shares of the budget; passes take what is left, in equal parts for each setting.
 _FIDELITY_SHARE = 0.25
 _COMPARE_SHARE = 0.05
+_THREADS_SHARE = 0.07
 _SHORT_CONTEXT_SHARE = 0.5  # of the fidelity's, for the short context
 _ASSUMED_STEPS = 450.0  # budget in times the sum of one plain step at each context of a grid
 
@@ -311,26 +311,26 @@ class _Run:
             )
 
     def _look_around(self, backend: LlamaBackend) -> None:
-        """Budget, threads, placement: once, in the first context."""
+        """Budget, placement, threads: once, in the first context."""
+        from ..native.devices import placement
+        from ..native.threads import usable_threads
+
         self.sublayers = backend.sublayers
         self.progress("profile", 0.0)
         self.measuring_since = time.monotonic()
         self.budget_seconds = self.options.budget_seconds or self._default_budget(backend)
-        if self.options.threads is None and self._uses_cpu(backend):
-            threads = backend.settings["threads"]
-            candidates = thread_candidates(threads, self._usable_cpus())
-            self.thread_times = measure_threads(backend, candidates)
+        self.device = placement(backend)
+        if self.options.threads is None and self._uses_cpu():
+            self.thread_times = measure_threads(
+                backend,
+                thread_candidates(backend.settings["threads"], usable_threads()),
+                budget_seconds=_THREADS_SHARE * self.budget_seconds,
+            )
             self.threads = best_threads(self.thread_times, self.config)
             backend.set_threads(*self.threads)
-        self.device = _placement(backend)
 
-    def _uses_cpu(self, backend: LlamaBackend) -> bool:
-        return any(t.device.startswith("CPU") for t in backend.traits)
-
-    def _usable_cpus(self) -> int:
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+    def _uses_cpu(self) -> bool:
+        return bool(self.device["partial"]) or not self.device["offloaded_layers"]
 
     def _default_budget(self, backend: LlamaBackend) -> float:
         """From what one plain step takes at both ends of the contexts."""
@@ -416,7 +416,7 @@ class _Run:
             spent = (time.monotonic() - begun) / budget
             self.progress("fidelity", min(0.99, spent))
 
-        prompt = shorten(_prompt(self.model, self._template(), context, offset), context)
+        prompt = long_calibration_tokens(self.model, self._template(), context, offset)
         loading = time.monotonic()
         backend.prefill(prompt[:-1], GREEDY)
         self.prompt_token_ms = 1000.0 * (time.monotonic() - loading) / max(1, context - 1)
@@ -532,18 +532,3 @@ def _profile_notes(results: Sequence[SettingResult]) -> list[str]:
         for r in results
         for note in r.profile.notes
     ]
-
-
-def _placement(backend: LlamaBackend) -> dict[str, Any]:
-    """Where the layers lie."""
-    places = list(dict.fromkeys(t.device for t in backend.traits))
-    return {"devices": backend.settings["devices"], "layers_in": places}
-
-
-def _prompt(model: Model, template: ChatTemplate | None, n_tokens: int, offset: int) -> list[int]:
-    """A prompt of about n_tokens; other text for every run."""
-    del offset
-    tokens = calibration_tokens(model, template)
-    while len(tokens) < n_tokens:
-        tokens = [*tokens, *tokens]
-    return tokens

@@ -21,7 +21,6 @@ GREEDY = Sampling()
 _PASS_TOKENS = 5
 _CONTEXT_TOKENS = 128
 _ROUNDS = 4
-_SLOW_MS = 500.0  # a step as slow as this is tried fewer times
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,15 @@ def measure_threads(
     backend: Backend,
     candidates: Sequence[int],
     *,
+    budget_seconds: float,
     clock: Clock = time.perf_counter,
 ) -> list[ThreadTimes]:
     """Time a step and a pass with each number of threads, in turn, behind an empty cache.
 
-    Medians over a few rounds. The cache is empty afterwards; the threads are those tried last.
+    Medians over a few rounds, fewer where the budget ends before; then also candidates are left
+    out, the first one never. The cache is empty afterwards; the threads are those tried last.
     """
+    started = clock()
     context = min(_CONTEXT_TOKENS, max(1, backend.n_ctx // 2))
     width = max(1, min(_PASS_TOKENS, backend.max_verify_tokens, backend.n_ctx - context))
     tokens = [i % backend.n_vocab for i in range(1, width + 1)]
@@ -65,6 +67,9 @@ def measure_threads(
         backend.fill(context)
         for _ in range(_ROUNDS):
             for n in candidates:
+                late = clock() - started > budget_seconds
+                if late and steps[candidates[0]]:
+                    break
                 backend.set_threads(n)
                 # the first of each pays for waking the threads and for the graph
                 for kept in (False, True):
@@ -73,13 +78,14 @@ def measure_threads(
                     if kept:
                         steps[n].append(step)
                         passes[n].append(wide)
-            if min(steps[candidates[0]]) > _SLOW_MS:
+            if clock() - started > budget_seconds:
                 break
     finally:
         rewind(backend, 0)
     return [
         ThreadTimes(n, Timing.of(steps[n]).median_ms, Timing.of(passes[n]).median_ms)
         for n in candidates
+        if steps[n]
     ]
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import sys
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..errors import LibraryError
+from . import rpc
 
 # Number of the C interface this package was written for; patches/UPSTREAM.toml holds the same.
 ABI = 2
@@ -130,6 +132,8 @@ def load() -> ModuleType:
     if ggml is not None and _has_loadable_backends(folder):
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     llama.llama_backend_init()
+    if ggml is not None:
+        rpc.add_servers(ggml)
     return llama
 
 
@@ -139,46 +143,76 @@ def _has_loadable_backends(folder: Path) -> bool:
     return bool(info.get("backend_modules")) or any(folder.glob("*ggml-cpu-*"))
 
 
-@lru_cache(maxsize=1)
-def ggml_library() -> ctypes.CDLL | None:
-    """libggml with the device functions declared, or None where it cannot be found."""
-    file = library_file("ggml")
-    if file is None:
-        return None
-    ggml = ctypes.CDLL(os.fspath(file))
+# name -> (result, arguments); ggml-backend.h, in libggml-base but for the registry's functions
+_GGML_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     # void ggml_backend_load_all_from_path(const char * dir_path);
-    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_load_all_from_path.restype = None
+    "ggml_backend_load_all_from_path": (None, [ctypes.c_char_p]),
     # size_t ggml_backend_dev_count(void);
-    ggml.ggml_backend_dev_count.argtypes = []
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    "ggml_backend_dev_count": (ctypes.c_size_t, []),
     # ggml_backend_dev_t ggml_backend_dev_get(size_t index);
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    # the following live in libggml-base, which libggml links
-    for name, result in (
-        ("ggml_backend_dev_name", ctypes.c_char_p),
-        ("ggml_backend_dev_description", ctypes.c_char_p),
-        ("ggml_backend_dev_type", ctypes.c_int),
-    ):
-        function = getattr(ggml, name)
-        function.argtypes = [ctypes.c_void_p]
-        function.restype = result
+    "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
+    # const char * ggml_backend_dev_name(ggml_backend_dev_t device);
+    "ggml_backend_dev_name": (ctypes.c_char_p, [ctypes.c_void_p]),
+    # const char * ggml_backend_dev_description(ggml_backend_dev_t device);
+    "ggml_backend_dev_description": (ctypes.c_char_p, [ctypes.c_void_p]),
+    # enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+    "ggml_backend_dev_type": (ctypes.c_int, [ctypes.c_void_p]),
     # void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
-    ggml.ggml_backend_dev_memory.argtypes = [
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_size_t),
-        ctypes.POINTER(ctypes.c_size_t),
-    ]
-    ggml.ggml_backend_dev_memory.restype = None
-    return ggml
+    "ggml_backend_dev_memory": (
+        None,
+        [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)],
+    ),
+    # ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
+    "ggml_backend_dev_backend_reg": (ctypes.c_void_p, [ctypes.c_void_p]),
+    # ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);
+    "ggml_backend_dev_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
+    # ggml_backend_buffer_type_t ggml_backend_dev_host_buffer_type(ggml_backend_dev_t device);
+    "ggml_backend_dev_host_buffer_type": (ctypes.c_void_p, [ctypes.c_void_p]),
+    # const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
+    "ggml_backend_buft_name": (ctypes.c_char_p, [ctypes.c_void_p]),
+    # bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t buft);
+    "ggml_backend_buft_is_host": (ctypes.c_bool, [ctypes.c_void_p]),
+    # ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void * ptr, size_t size);
+    "ggml_backend_cpu_buffer_from_ptr": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
+    # ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t buffer);
+    "ggml_backend_buffer_get_type": (ctypes.c_void_p, [ctypes.c_void_p]),
+    # void ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
+    "ggml_backend_buffer_free": (None, [ctypes.c_void_p]),
+    # ggml_backend_reg_t ggml_backend_reg_by_name(const char * name);
+    "ggml_backend_reg_by_name": (ctypes.c_void_p, [ctypes.c_char_p]),
+    # const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+    "ggml_backend_reg_name": (ctypes.c_char_p, [ctypes.c_void_p]),
+    # void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
+    "ggml_backend_reg_get_proc_address": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
+    # void ggml_backend_register(ggml_backend_reg_t reg);
+    "ggml_backend_register": (None, [ctypes.c_void_p]),
+}
 
 
-_DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
+@lru_cache(maxsize=1)
+def ggml_library() -> SimpleNamespace | None:
+    """ggml's functions about devices and their memory, or None where libggml cannot be found."""
+    files = [file for name in ("ggml", "ggml-base") if (file := library_file(name))]
+    if library_file("ggml") is None:
+        return None
+    # Windows looks into the named library only, not into those it links
+    libraries = [ctypes.CDLL(os.fspath(file)) for file in files]
+    found = SimpleNamespace()
+    for name, (result, arguments) in _GGML_FUNCTIONS.items():
+        function = next(f for library in libraries if (f := getattr(library, name, None)))
+        function.restype = result
+        function.argtypes = arguments
+        setattr(found, name, function)
+    return found
+
+
+# enum ggml_backend_dev_type
+DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 
 def devices() -> list[dict[str, Any]]:
-    """Devices of the loaded backends: name, description, type, free and total bytes."""
+    """Devices of the loaded backends: name, backend, description, type, free and total bytes, and
+    unified_memory: whether a GPU works in the memory of the CPU."""
     load()
     ggml = ggml_library()
     found: list[dict[str, Any]] = []
@@ -188,17 +222,27 @@ def devices() -> list[dict[str, Any]]:
         device = ggml.ggml_backend_dev_get(i)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        kind = ggml.ggml_backend_dev_type(device)
+        number = ggml.ggml_backend_dev_type(device)
+        kind = DEVICE_TYPES.get(number, str(number))
+        backend = ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(device)).decode()
         found.append(
             {
                 "name": ggml.ggml_backend_dev_name(device).decode(errors="replace"),
+                "backend": backend,
                 "description": ggml.ggml_backend_dev_description(device).decode(errors="replace"),
-                "type": _DEVICE_TYPES.get(kind, str(kind)),
+                "type": kind,
                 "free_bytes": free.value,
                 "total_bytes": total.value,
+                "unified_memory": has_unified_memory(kind, backend, platform.machine()),
             }
         )
     return found
+
+
+def has_unified_memory(kind: str, backend: str, machine: str) -> bool:
+    """Whether a device of this type works in the memory of the CPU."""
+    # ggml's Metal backend calls every GPU dedicated; all of Apple Silicon's are integrated
+    return kind == "integrated GPU" or (kind == "GPU" and backend == "MTL" and machine == "arm64")
 
 
 @lru_cache(maxsize=1)

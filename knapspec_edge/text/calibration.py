@@ -1,8 +1,11 @@
-"""The text on which a model is measured when it is first used."""
+"""The text on which a model is measured, in passages that take turns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
+from functools import lru_cache
+from importlib import resources
 
 from ..errors import ModelError
 from .templates import ChatTemplate
@@ -47,14 +50,87 @@ is going to be, and who will mend the net that tore on the rocks.
 # Templates that write the date must not make a stored measurement look outdated tomorrow.
 _DATE = datetime(2024, 1, 1)
 QUESTION = "Retell this in your own words, then explain how the counting game works, step by step."
+# For any other text. Asks for prose and for reasons, so that answers do not end early.
+LONG_QUESTION = (
+    "Retell this in your own words, in the order in which it is told, and then explain, step by "
+    "step, what seems most important in it to you and why."
+)
+_SEPARATOR = "\n* * *\n"
 
 
-def calibration_tokens(vocabulary: Vocabulary, template: ChatTemplate | None) -> list[int]:
-    """A prompt of some 450 tokens, in the model's chat format where it has one."""
-    if template is not None:
-        try:
-            content = f"{PASSAGE}\n{QUESTION}"
-            return template.apply([{"role": "user", "content": content}], now=_DATE).tokens
-        except ModelError:
-            pass  # the text without a template serves as well
-    return tokenize_prompt(vocabulary, PASSAGE, parse_special=False)
+@lru_cache(maxsize=1)
+def passages() -> tuple[str, ...]:
+    """PASSAGE and those of calibration.txt, each of some 400 tokens, ending in a newline."""
+    file = resources.files(__package__).joinpath("calibration.txt")
+    # as written, whatever line endings a checkout brought
+    text = file.read_text(encoding="utf-8").replace("\r\n", "\n")
+    return (PASSAGE, *(f"{part.strip()}\n" for part in text.split(_SEPARATOR)))
+
+
+def calibration_tokens(
+    vocabulary: Vocabulary, template: ChatTemplate | None, offset: int = 0
+) -> list[int]:
+    """A prompt of some 450 tokens, in the model's chat format where it has one.
+
+    `offset` chooses the passage; they repeat after len(passages()).
+    """
+    text = passages()[offset % len(passages())]
+    question = QUESTION if text == PASSAGE else LONG_QUESTION
+    return _chat(template, f"{text}\n{question}") or _raw(vocabulary, text)
+
+
+def long_calibration_tokens(
+    vocabulary: Vocabulary, template: ChatTemplate | None, n_tokens: int, offset: int = 0
+) -> list[int]:
+    """A prompt of exactly n_tokens tokens, in the model's chat format where it has one.
+
+    It starts `offset` passages into the text, so that runs with other offsets see other text, and
+    goes round as often as it takes. What is cut off to fit lies in front of the question, not at
+    the end of the prompt: the model still knows what to write. Raises ValueError for n_tokens < 1.
+    """
+    if n_tokens < 1:
+        raise ValueError("a prompt has at least one token")
+    every = passages()
+    count = 1
+    while True:
+        text = "\n".join(every[(offset + i) % len(every)] for i in range(count))
+        tokens = _chat(template, f"{text}\n{LONG_QUESTION}")
+        is_chat = bool(tokens)
+        tokens = tokens or _raw(vocabulary, text)
+        if len(tokens) >= n_tokens:
+            break
+        if count > n_tokens:  # a vocabulary that knows nothing of this text
+            return tokens
+        count *= 2
+    if not is_chat:
+        return tokens[:n_tokens]
+    # What every prompt of this format begins and ends with, the blank line before the question
+    # included.
+    frame = _chat(template, f"Here it is.\n\n{LONG_QUESTION}")
+    head = _common(tokens, frame)
+    tail = _common(tokens[head:][::-1], frame[head:][::-1])
+    if head + tail > n_tokens:
+        head = min(head, n_tokens // 2)
+        tail = n_tokens - head
+    kept = n_tokens - tail
+    return tokens[:kept] + tokens[len(tokens) - tail :]
+
+
+def _chat(template: ChatTemplate | None, content: str) -> list[int]:
+    """One user message; empty where there is no template or it takes none."""
+    if template is None:
+        return []
+    try:
+        return template.apply([{"role": "user", "content": content}], now=_DATE).tokens
+    except ModelError:
+        return []  # the text without a template serves as well
+
+
+def _raw(vocabulary: Vocabulary, text: str) -> list[int]:
+    return tokenize_prompt(vocabulary, text, parse_special=False)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

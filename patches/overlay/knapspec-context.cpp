@@ -204,11 +204,19 @@ void knapspec_context::analyse() {
     ctx.sched_reserve();
     const auto memory = ctx.memory->init_full();
     const uint32_t n_seqs = ctx.cparams.n_seq_max;
-    if (!memory || !ctx.graph_reserve(n_seqs, n_seqs, n_seqs, memory.get(), true)) {
+    analysing = true;
+    const bool built = memory && ctx.graph_reserve(n_seqs, n_seqs, n_seqs, memory.get(), true);
+    analysing = false;
+    if (!built) {
         why_not = "its graph could not be built for inspection";
+    }
+}
+
+void knapspec_context::before_split(const llm_graph_result & res) {
+    if (!analysing) {
         return;
     }
-    for (const knapspec_item & item : knapspec_find_sublayers(*ctx.get_gf_res_reserve(), why_not, true)) {
+    for (const knapspec_item & item : knapspec_find_sublayers(res, why_not, true)) {
         found.push_back(item.info);
         found_traits.push_back(item.traits);
     }

@@ -33,6 +33,10 @@ public:
     // After the architecture built its graph: leave out what the plan skips. False: the plan cannot be honoured.
     bool after_build(llm_graph_result & res);
 
+    // A graph was built for inspection or reservation. With several backends the scheduler then cuts it where data moves
+    // from one to another, and the residual chain with it.
+    void before_split(const llm_graph_result & res);
+
     // Give the context its own scheduler back, before it reserves graphs or is destroyed.
     void restore();
 
@@ -69,7 +73,8 @@ private:
 
     std::vector<int32_t> plan; // one mode per sublayer; empty: the full model
 
-    bool                                analysed = false;
+    bool                                analysed  = false;
+    bool                                analysing = false;
     std::vector<knapspec_sublayer_info> found;
     std::vector<knapspec_traits>        found_traits;
     std::string                         why_not;
