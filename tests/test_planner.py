@@ -912,3 +912,19 @@ class TestGuard:
 def test_kinds_in_files_are_the_words_of_the_records() -> None:
     assert {k.value for k in Kind} == {"attention", "mlp", "block", "recurrent"}
     assert plan_file.parse_mode(str(SKIP)) == SKIP
+
+
+def test_an_interrupt_after_the_latency_phase_costs_no_second_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    backend = toy()
+
+    def stop(call: str) -> None:
+        if call == "prefill":
+            raise interrupted()
+
+    backend.on_call = stop
+    with pytest.raises(Interrupted):
+        decide_for(backend, store)
+    again = toy()
+    assert decide_for(again, store).state == "on"
+    assert not again.calls("append"), "passes without a head belong to the latency phase"

@@ -125,7 +125,12 @@ class Costs:
         wide = self._wide.get(self.classes[self._class_of[sublayer]].kind.value)
         if wide is None:
             return alone * growth
-        widths, relative = wide  # growth of this kind against that of the whole pass
+        # growth of this kind against that of the whole pass, by width and context
+        widths = [1, *sorted(wide)]
+        relative = [1.0]
+        for b in widths[1:]:
+            contexts, growths = wide[b]
+            relative.append(float(np.interp(context_tokens, contexts, growths)))
         return alone * growth * float(np.interp(width, widths, relative))
 
     def head_ms(self) -> float:
@@ -367,7 +372,7 @@ class Costs:
 
     def _fit_wide_classes(self) -> None:
         """Growth of each kind with the width, against the growth of the whole pass."""
-        found: dict[str, dict[int, list[float]]] = {}
+        found: dict[str, dict[int, dict[int, float]]] = {}
         for s in self.profile.samples:
             if s.width == 1 or not s.skipped or not s.head or s.width not in self._verification:
                 continue
@@ -380,13 +385,10 @@ class Costs:
             alone = sum(self.saving_ms(i, s.context_tokens) for i in s.skipped)
             growth = whole / self.step_ms(s.context_tokens)
             if alone > 0.0:
-                relative = saved / alone / growth
-                found.setdefault(kinds.pop(), {}).setdefault(s.width, []).append(relative)
+                by_width = found.setdefault(kinds.pop(), {}).setdefault(s.width, {})
+                by_width[s.context_tokens] = saved / alone / growth
         self._wide = {
-            kind: (
-                [1, *sorted(by_width)],
-                [1.0, *(float(np.median(by_width[b])) for b in sorted(by_width))],
-            )
+            kind: {b: (sorted(at), [at[c] for c in sorted(at)]) for b, at in by_width.items()}
             for kind, by_width in found.items()
         }
 

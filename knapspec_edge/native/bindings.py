@@ -78,6 +78,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     # int32_t knapspec_sublayer_traits(struct llama_context * ctx, int32_t i,
     #     struct knapspec_traits * out);
     "knapspec_sublayer_traits": (_i32, [_p, _i32, ctypes.POINTER(Traits)]),
+    # int32_t knapspec_learned_positions(struct llama_context * ctx);
+    "knapspec_learned_positions": (_i32, [_p]),
     # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
     "knapspec_set_plan": (_i32, [_p, _i32s, _i32]),
     # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);

@@ -157,6 +157,13 @@ class LlamaBackend(Closing):
         self._plan: Plan | None = None
         self._window = model.n_swa
         self._read_sublayers()
+        positions = self._lib.knapspec_learned_positions(self._pointer)
+        if 0 < positions < ctx_tokens:
+            self.close()
+            raise ContextError(
+                f"architecture {model.architecture} has learned {positions} positions and knows no "
+                f"others: use --ctx {positions} or less"
+            )
 
         self._tokens_in = (ctypes.c_int32 * max(self._slice, n_rows))()
         self._tokens_out = (ctypes.c_int32 * n_rows)()

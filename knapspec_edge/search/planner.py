@@ -156,17 +156,20 @@ def decide(
                 latency = None
         except (KeyError, TypeError, ValueError, AttributeError):
             store.ignore(key)
+
+    def keep(profile: LatencyProfile) -> None:
+        # at once: it need not be repeated if what comes next is interrupted
+        kept.save_latency(store, latency_key, profile)
+
     try:
         measured, finalists = _measure_all(
-            backend, latency, calibration_tokens, config, progress, clock
+            backend, latency, keep, calibration_tokens, config, progress, clock
         )
     except Interrupted:
         raise
     except KnapspecError as error:
         return Decision("off", f"off: the measurement failed: {error}")
     profile = measured.costs.profile
-    if latency is None:
-        kept.save_latency(store, latency_key, profile)
     content = {"latency_at": profile.measured_at, **_to_json(measured, finalists)}
     store.save(key, content)
     kept.add_fidelity(store, kept.fidelity_key(backend, model_key), backend, measured.fidelity)
@@ -449,6 +452,7 @@ def choose_effort(
 def _measure_all(
     backend: Backend,
     latency: LatencyProfile | None,
+    keep: Callable[[LatencyProfile], None],
     calibration_tokens: Sequence[int],
     config: Config,
     progress: Progress | None,
@@ -488,6 +492,7 @@ def _measure_all(
             progress=lambda share: report(_LATENCY_SHARE * share),
             clock=clock,
         )
+        keep(latency)
     else:
         budget_ms *= 1.0 - _LATENCY_SHARE
     costs = Costs(latency)

@@ -209,6 +209,8 @@ void knapspec_context::analyse() {
     analysing = false;
     if (!built) {
         why_not = "its graph could not be built for inspection";
+        found.clear();
+        found_traits.clear();
     }
 }
 
@@ -216,6 +218,7 @@ void knapspec_context::before_split(const llm_graph_result & res) {
     if (!analysing) {
         return;
     }
+    n_learned_positions = knapspec_learned_positions(res);
     for (const knapspec_item & item : knapspec_find_sublayers(res, why_not, true)) {
         found.push_back(item.info);
         found_traits.push_back(item.traits);
@@ -225,6 +228,11 @@ void knapspec_context::before_split(const llm_graph_result & res) {
 const std::vector<knapspec_traits> & knapspec_context::traits() {
     analyse();
     return found_traits;
+}
+
+int64_t knapspec_context::learned_positions() {
+    analyse();
+    return n_learned_positions;
 }
 
 const std::vector<knapspec_sublayer_info> & knapspec_context::sublayers() {
@@ -432,6 +440,10 @@ int32_t knapspec_sublayer_traits(llama_context * ctx, int32_t i, knapspec_traits
     }
     *out = traits[i];
     return KNAPSPEC_OK;
+}
+
+int32_t knapspec_learned_positions(llama_context * ctx) {
+    return (int32_t) knapspec_context::of(ctx).learned_positions();
 }
 
 int32_t knapspec_fill(llama_context * ctx, int32_t n_tokens, llama_pos pos) {

@@ -47,6 +47,7 @@ public:
 
     const std::vector<knapspec_sublayer_info> & sublayers();
     const std::vector<knapspec_traits> & traits();
+    int64_t learned_positions();
     const std::string & refusal();
 
     int32_t set_plan(const int32_t * modes, int32_t n);
@@ -77,6 +78,7 @@ private:
     bool                                analysing = false;
     std::vector<knapspec_sublayer_info> found;
     std::vector<knapspec_traits>        found_traits;
+    int64_t                             n_learned_positions = 0;
     std::string                         why_not;
 
     // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has

@@ -129,7 +129,7 @@ private:
 
     std::unordered_map<const ggml_tensor *, size_t> masks; // in the order in which sublayers use them
 
-    knapspec_traits traits_of(const cone & branch);
+    knapspec_traits traits_of(cone branch, const tensor_set & trunk);
 
     // everything `from` depends on, looking neither behind `stops` nor at nodes that come before all of them
     cone cone_of(const ggml_tensor * from, const tensor_set & stops) const {
@@ -328,7 +328,7 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
                              branch.attention               ? KNAPSPEC_KIND_ATTENTION : KNAPSPEC_KIND_MLP;
         items[i].info = { *branch.layers.begin(), kind };
         if (with_traits) {
-            items[i].traits = traits_of(branch);
+            items[i].traits = traits_of(branch, trunk);
         }
         covered.insert(branch.weights.begin(), branch.weights.end());
     }
@@ -337,7 +337,16 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
 
 // What a branch computes, where and on how much data. The signature leaves out rearrangements, so that the last layer,
 // which gathers the rows of its outputs, is not told apart from the others.
-knapspec_traits finder::traits_of(const cone & branch) {
+knapspec_traits finder::traits_of(cone branch, const tensor_set & trunk) {
+    // keys and values are computed beside the chain
+    for (const ggml_tensor * t : find_writes(nodes)) {
+        if (branch.caches.count(root_of(t))) {
+            const cone written = cone_of(t, trunk);
+            branch.nodes.insert(written.nodes.begin(), written.nodes.end());
+            branch.weights.insert(written.weights.begin(), written.weights.end());
+        }
+    }
+
     uint64_t hash = 14695981039346656037ull; // FNV-1a
     const auto mix = [&](uint64_t value) {
         for (int byte = 0; byte < 8; ++byte) {
@@ -449,6 +458,16 @@ bool finder::check_covered(const tensor_set & trunk, const ggml_tensor * origin,
 
 std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason, bool with_traits) {
     return finder(res, with_traits).run(reason);
+}
+
+int64_t knapspec_learned_positions(const llm_graph_result & res) {
+    int64_t n = 0;
+    for (const ggml_tensor * t : nodes_of(res.gf)) {
+        if (t->op == GGML_OP_GET_ROWS && starts_with(root_of(t->src[0])->name, "position_embd.")) {
+            n = t->src[0]->ne[1];
+        }
+    }
+    return n;
 }
 
 bool knapspec_prune(

@@ -31,6 +31,9 @@ struct knapspec_item {
 // The traits are filled in on demand.
 std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res, std::string & reason, bool with_traits = false);
 
+// Rows of the table of learned position embeddings; 0 for a model without one, whose positions have no end.
+int64_t knapspec_learned_positions(const llm_graph_result & res);
+
 // Rewire the graph so that every item with skip[i] != 0 is passed over, and drop what nothing needs any more.
 // Returns false, with a reason, and leaves the graph unusable if that is impossible.
 bool knapspec_prune(

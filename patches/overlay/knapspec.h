@@ -75,6 +75,9 @@ LLAMA_API int32_t      knapspec_sublayer   (struct llama_context * ctx, int32_t 
 // Returns 0, or KNAPSPEC_BAD_ARGUMENT for an i outside the sublayers.
 LLAMA_API int32_t knapspec_sublayer_traits(struct llama_context * ctx, int32_t i, struct knapspec_traits * out);
 
+// Positions that the model has learned embeddings for; 0 where positions have no end. A pass beyond them ends the process.
+LLAMA_API int32_t knapspec_learned_positions(struct llama_context * ctx);
+
 // One mode per sublayer for all following llama_decode calls of this context; n = 0 returns to the full model.
 // Works on any context, also one that belongs to a llama_cpp.Llama object. Returns 0, or KNAPSPEC_BAD_ARGUMENT for a
 // wrong length or an unknown mode; the previous plan then stays.
