@@ -614,6 +614,10 @@ class TestFidelity:
         assert chosen == sorted(set(chosen))
         assert len(chosen) < 20
         assert {i % 2 for i in chosen} == {0, 1}
+        turns = [probed_indices(many, 5, run) for run in range(5)]
+        assert turns[0] == chosen
+        assert set().union(*turns) == set(range(40)), "five runs leave nothing out"
+        assert probed_indices(many, 5, 7) == turns[2]
 
     def test_shortening_keeps_both_ends(self) -> None:
         tokens = list(range(100))

@@ -437,7 +437,7 @@ class _Run:
             return measure_fidelity(
                 backend,
                 text,
-                probed_indices(backend.sublayers, stride),
+                probed_indices(backend.sublayers, stride, offset),
                 self.config.measure_block_tokens,
                 report=share,
                 enough=lambda: time.monotonic() > end + 0.25 * budget,

@@ -221,14 +221,15 @@ def measure_fidelity(
     )
 
 
-def probed_indices(sublayers: Sequence[SubLayer], stride: int) -> list[int]:
-    """Every k-th sublayer of each kind, and always its first and last two: they differ most."""
+def probed_indices(sublayers: Sequence[SubLayer], stride: int, offset: int = 0) -> list[int]:
+    """Every k-th sublayer of each kind from the offset on, and always its first and last two: they
+    differ most. With offsets 0, 1, 2 ... all get their turn."""
     by_kind: dict[Kind, list[int]] = {}
     for i, sublayer in enumerate(sublayers):
         by_kind.setdefault(sublayer.kind, []).append(i)
     chosen: set[int] = set()
     for indices in by_kind.values():
-        chosen.update(indices[::stride])
+        chosen.update(indices[offset % stride :: stride])
         if stride > 1:
             chosen.update([*indices[:2], *indices[-2:]])
     return sorted(chosen)
