@@ -60,6 +60,8 @@ class Config:
 
     # drift of the machine against its profile
     drift_kept_rounds: int = 64
+    # long enough for drift_min_rounds of the plain steps that auto takes between drafting rounds
+    drift_memory_rounds: int = 512
     drift_min_rounds: int = 16
     drift_bound: float = 0.3  # relative; beyond it, it is reported and measured again
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -215,14 +215,16 @@ class Engine(Closing):
         resources: ExitStack | None = None,
         info: GgufInfo | None = None,
         warnings: Sequence[str] = (),
-        library: str = "",
+        machine: Mapping[str, Any] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
         self.backend = backend
         self.info = info
         self.config = config
         self._warnings = list(warnings)
-        self._library = library
+        # what measurements are kept under, beside the model
+        self._machine = dict(machine or {})
+        self._fingerprint: str | None = None
         self.session = Session(backend)
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
@@ -231,7 +233,7 @@ class Engine(Closing):
         self._decision: Decision | None = None  # once measured
         self._spec: str | os.PathLike[str] = "off"
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
-        self._drifted = False  # said and written down
+        self._drifted = False  # written down
         # which of the settings were measured to be best here, for people; None without a profile
         self.settings_reason: str | None = None
         self._template: ChatTemplate | None = None
@@ -302,15 +304,13 @@ class Engine(Closing):
                     f"the context of {ctx_tokens} tokens is larger than the {trained} the model "
                     "was trained for; answers may get worse beyond that"
                 )
-            model_key = {
-                "model": gguf_check.fingerprint(info),
-                "library": native.library_digest(),
-            }
+            machine = native.machine_key()
             best = None
-            if flash_attn == "auto" or kv_type == "auto":
+            if threads is None or flash_attn == "auto" or kv_type == "auto":
                 best = _best_settings(
-                    model_key,
+                    {"model": gguf_check.fingerprint(info), **machine},
                     gpu_layers,
+                    threads,
                     min(ctx_tokens, expected_tokens or config.expected_context_tokens),
                     "plain" if spec == "off" else "speculation",
                     None if flash_attn == "auto" else flash_attn,
@@ -318,7 +318,9 @@ class Engine(Closing):
                     config,
                     warnings.append,
                 )
+            reason = None
             if best is not None:
+                reason = _settings_reason(best, threads, kv_type, flash_attn)
                 flash_attn, kv_type = best.flash_attn, best.kv_type
             backend = resources.enter_context(
                 native.open_context(
@@ -338,12 +340,9 @@ class Engine(Closing):
                 config=config,
                 info=info,
                 warnings=warnings,
-                library=model_key["library"],
+                machine=machine,
             )
-            if best is not None:
-                engine.settings_reason = (
-                    f"flash attention {best.flash_attn}, {best.kv_type} keys: the best measured"
-                )
+            engine.settings_reason = reason
             if needs_template:
                 engine.require_template()
             engine.set_speculation(spec, progress=progress)
@@ -489,8 +488,8 @@ class Engine(Closing):
         self._decision = self._drift = None
         return profile
 
-    def _model_key(self) -> dict[str, str]:
-        return {"model": self.fingerprint(), "library": self._library}
+    def _model_key(self) -> dict[str, Any]:
+        return {"model": self.fingerprint(), **self._machine}
 
     def _store(self) -> Store:
         from .latency.store import Store
@@ -514,8 +513,8 @@ class Engine(Closing):
     def _note_drift(self) -> None:
         """After an answer: have a machine that changed measured again, the next time it is opened.
 
-        Not more often than config.measure_retry_seconds, or a machine that is never at rest would
-        be measured at every start.
+        A profile younger than config.measure_retry_seconds stays, or a machine that is never at
+        rest would be measured at every start.
         """
         decision, tracker = self._decision, self._drift
         if self._drifted or tracker is None or decision is None or decision.measured is None:
@@ -525,11 +524,12 @@ class Engine(Closing):
             return
         from .latency import kept
 
-        self._drifted = True
-        age_seconds = time.time() - decision.measured.costs.profile.measured_at
+        profile = decision.measured.costs.profile
+        age_seconds = time.time() - profile.measured_at
         if not 0.0 <= age_seconds <= self.config.measure_retry_seconds:
+            self._drifted = True
             key = kept.latency_key(self.backend, self._model_key())
-            kept.mark_stale(self._store(), key, reason)
+            kept.mark_stale(self._store(), key, profile, reason)
 
     def _correct(self) -> None:
         """Before an answer: let what recent rounds took decide along (auto only)."""
@@ -563,9 +563,12 @@ class Engine(Closing):
 
     def fingerprint(self) -> str:
         """Identity of the model file in cache keys and plan files; empty without a file."""
-        from .gguf_check import fingerprint
+        if self._fingerprint is None:
+            from .gguf_check import fingerprint
 
-        return "" if self.info is None else fingerprint(self.info)
+            # once: the file may be gone while the model is still in use
+            self._fingerprint = "" if self.info is None else fingerprint(self.info)
+        return self._fingerprint
 
     # -- answers
 
@@ -677,8 +680,9 @@ class Engine(Closing):
 
 
 def _best_settings(
-    model_key: dict[str, str],
+    model_key: dict[str, Any],
     gpu_layers: int | None,
+    threads: int | None,
     context_tokens: int,
     purpose: str,
     flash_attn: str | None,
@@ -686,28 +690,50 @@ def _best_settings(
     config: Config,
     warn: Callable[[str], None],
 ) -> Candidate | None:
-    """The best measured setting for this use, or None without a profile."""
-    from .latency.store import Store
+    """The best measured setting for this use, or None without a profile.
+
+    With a number of threads that was asked for, a profile with that number comes first.
+    """
+    from .latency.store import INVALID, Store
     from .search import settings
 
     store = Store(warn=warn)
-    key = settings.settings_key(model_key, gpu_layers)
-    stored = store.load(key)
-    if stored is None:
-        return None
-    try:
-        candidates = settings.from_json(stored)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        store.ignore(key)
-        return None
-    return settings.choose(
-        candidates,
-        context_tokens,
-        purpose,
-        flash_attn=flash_attn,
-        kv_type=kv_type,
-        config=config,
-    )
+    for asked in dict.fromkeys((threads, None)):
+        key = settings.settings_key(model_key, gpu_layers, asked)
+        stored = store.load(key)
+        if stored is None:
+            continue
+        try:
+            candidates = settings.from_json(stored)
+        except INVALID:
+            store.ignore(key)
+            continue
+        best = settings.choose(
+            candidates,
+            context_tokens,
+            purpose,
+            flash_attn=flash_attn,
+            kv_type=kv_type,
+            config=config,
+        )
+        if best is not None:
+            return best
+    return None
+
+
+def _settings_reason(
+    best: Candidate, threads: int | None, kv_type: str, flash_attn: str
+) -> str:
+    """Which settings were left to the measurement, and what it chose."""
+    parts = []
+    if flash_attn == "auto":
+        parts.append(f"flash attention {best.flash_attn}")
+    if kv_type == "auto":
+        parts.append(f"{best.kv_type} keys")
+    if threads is None:
+        several = "" if best.threads_batch == best.threads else f"/{best.threads_batch}"
+        parts.append(f"{best.threads}{several} threads")
+    return f"{', '.join(parts)}: the best measured"
 
 
 def _check_spec(spec: str | os.PathLike[str]) -> None:

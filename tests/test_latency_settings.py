@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from knapspec_edge.latency.drift import Correction, DriftTracker
 from knapspec_edge.latency.fidelity import Fidelity, ItemCount
 from knapspec_edge.latency.paired import paired_steps
 from knapspec_edge.latency.profiler import measure_latency
-from knapspec_edge.latency.store import Store
+from knapspec_edge.latency.store import INVALID, Store
 from knapspec_edge.latency.threads import (
     ThreadTimes,
     best_threads,
@@ -59,6 +60,7 @@ class TestThreads:
         assert thread_candidates(2, 2) == [2, 1]
         assert thread_candidates(1, 1) == [1]
         assert thread_candidates(1, 4) == [1, 4]
+        assert thread_candidates(512, 768) == [512, 511, 256], "more than llama.cpp takes"
 
     def test_each_number_is_timed_by_what_it_costs(self) -> None:
         """Four threads halve a pass of several tokens and slow a single step down."""
@@ -191,9 +193,20 @@ class TestChoice:
             {},
             {"candidates": [{}]},
             {"candidates": [{**to_json(both)["candidates"][0], "plain_ms": [1.0]}]},
-            {"candidates": [{**to_json(both)["candidates"][0], "threads": 0}]},
+            *(
+                {"candidates": [{**to_json(both)["candidates"][0], **wrong}]}
+                for wrong in (
+                    {"threads": 0},
+                    {"threads": 513},
+                    {"threads_batch": math.inf},
+                    {"flash_attn": "maybe"},
+                    {"plain_ms": [1.0, math.nan, 2.0]},
+                    {"speculation_ms": [1.0, 0.0, 2.0]},
+                    {"contexts": [128, 64, 8192]},
+                )
+            ),
         ):
-            with pytest.raises((KeyError, TypeError, ValueError)):
+            with pytest.raises(INVALID):
                 from_json(wrong)
 
     def test_predictions_come_from_costs_and_counts(self) -> None:
@@ -250,11 +263,11 @@ class TestLoader:
         monkeypatch.setattr(gguf_check, "fingerprint", lambda info: "f" * 32)
         monkeypatch.setattr(native, "open_model", lambda path, **_: vocabulary)
         monkeypatch.setattr(native, "open_context", open_context)
-        monkeypatch.setattr(native, "library_digest", lambda: "d")
+        monkeypatch.setattr(native, "machine_key", lambda: {"library": "d"})
         return seen
 
     def keep(self, *candidates: Candidate) -> None:
-        key = settings_key({"model": "f" * 32, "library": "d"}, None)
+        key = settings_key({"model": "f" * 32, "library": "d"}, None, None)
         Store().save(key, to_json(candidates))
 
     def open(self, **options: Any) -> Engine:
@@ -294,9 +307,28 @@ class TestLoader:
             assert asked["kv_type"] == "q8_0"
         with self.open(kv_type="f32"):
             assert (asked["kv_type"], asked["flash_attn"]) == ("f32", "auto")
+        with self.open(flash_attn="off") as engine:
+            assert asked["threads"] == TestChoice.OFF.threads, "threads were left to the profile"
+            assert engine.settings_reason == "2 threads: the best measured"
+
+    def test_what_was_measured_with_a_number_of_threads_is_for_those_who_ask_for_it(
+        self, asked: dict[str, Any]
+    ) -> None:
+        key = settings_key({"model": "f" * 32, "library": "d"}, None, 1)
+        pinned = Candidate("off", "f16", 1, 1, (128,), (9.0,), (9.0,))
+        Store().save(key, to_json([pinned]))
+        with self.open():
+            assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
+        with self.open(threads=1):
+            assert (asked["flash_attn"], asked["threads"]) == ("off", 1)
+        self.keep(Candidate("on", "f16", 2, 2, (128,), (5.0,), (5.0,)))
+        with self.open(threads=1):
+            assert (asked["flash_attn"], asked["threads"]) == ("off", 1)
+        with self.open(threads=3):
+            assert (asked["flash_attn"], asked["threads"]) == ("on", 3)
 
     def test_a_damaged_record_is_ignored_with_a_warning(self, asked: dict[str, Any]) -> None:
-        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None), {"candidates": 3})
+        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None, None), {"candidates": 3})
         with self.open() as engine:
             assert asked["flash_attn"] == "auto"
             (warning,) = engine.take_warnings()
@@ -357,6 +389,25 @@ class TestDrift:
         tracker = DriftTracker(fitted())
         tracker.observe(RoundTimes(100, 99, 1.0, 1e6), self.PLAN)
         assert tracker.observed == 0
+
+    def test_contexts_beyond_the_profile_are_left_out(self) -> None:
+        """A cost that was extrapolated may be wrong; the machine need not be."""
+        tracker = DriftTracker(fitted())
+        longest = tracker._costs.profile.limit_tokens
+        tracker.observe(RoundTimes(longest + 1, 0, 0.0, 1e6), None)
+        assert tracker.observed == 0
+        tracker.observe(RoundTimes(longest, 0, 0.0, 1e6), None)
+        assert tracker.observed == 1
+
+    def test_old_drafts_do_not_count_against_new_plain_steps(self) -> None:
+        """Load slowed everything while drafting; it is gone since nothing is drafted any more."""
+        tracker = DriftTracker(fitted())
+        self.rounds(tracker, 2.0, 2.0, 2.0)
+        costs = tracker._costs
+        for _ in range(CONFIG.drift_memory_rounds):
+            tracker.observe(RoundTimes(100, 0, 0.0, costs.step_ms(100)), None)
+        found = tracker.correction()
+        assert (found.step, found.draft, found.verify) == pytest.approx((1.0, 1.0, 1.0))
 
     def test_it_turns_a_decision(self) -> None:
         """Verification has become dear since the profile: what was on is off, and says why."""

@@ -741,13 +741,19 @@ class TestStore:
     def test_a_stale_profile_is_measured_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
         first = quick(store)
-        kept.mark_stale(store, keys_of(small())["latency"], "rounds take 1.4 times as long")
+        latency_key = keys_of(small())["latency"]
+        assert first.measured is not None
+        profile = first.measured.costs.profile
+        kept.mark_stale(store, latency_key, profile, "rounds take 1.4 times as long")
         backend = small()
         again = decide_for(backend, store, QUICK)
         assert not again.from_cache
         assert "fill" in {call for call, _ in backend.log}
         assert again.reason == first.reason
         assert quick(store).from_cache
+        # counted on the same text as before: that is no further evidence
+        fidelity = kept.load_fidelity(store, keys_of(backend)["fidelity"], backend)
+        assert fidelity.counts == first.measured.fidelity.counts
 
     def test_a_folder_that_cannot_be_written_costs_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

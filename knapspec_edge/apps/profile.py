@@ -27,7 +27,7 @@ from ..latency.fidelity import (
 from ..latency.paired import paired_steps
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import measure_latency
-from ..latency.store import Store
+from ..latency.store import INVALID, Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
 from ..records import SubLayer
 from ..search import settings as best_settings
@@ -130,7 +130,7 @@ def run(
         run_ = _Run(model, options, progress, config, store, started)
         run_.model_key = {
             "model": gguf_check.fingerprint(info),
-            "library": native.library_digest(),
+            **native.machine_key(),
         }
         run_.name = info.name or info.path.stem
         return run_.execute()
@@ -148,7 +148,7 @@ class _Run:
     """The phases: threads, latency of each setting, fidelity, choice."""
 
     name: str
-    model_key: dict[str, str]
+    model_key: dict[str, Any]
 
     def __init__(
         self,
@@ -335,7 +335,8 @@ class _Run:
     def _default_budget(self, backend: LlamaBackend) -> float:
         """From what one plain step takes at both ends of the contexts."""
         times = []
-        for context in (min(128, self.n_ctx // 2), self.n_ctx - 8):
+        short = min(128, self.n_ctx // 2)
+        for context in (short, max(short, self.n_ctx - 8)):
             backend.fill(context)
             for _ in range(2):
                 begun = time.perf_counter()
@@ -512,13 +513,15 @@ class _Run:
 
     def _keep_settings(self, candidates: Sequence[best_settings.Candidate]) -> None:
         """Those of other types of keys and values that were measured before stay."""
-        key = best_settings.settings_key(self.model_key, self.options.gpu_layers)
+        key = best_settings.settings_key(
+            self.model_key, self.options.gpu_layers, self.options.threads
+        )
         known: tuple[best_settings.Candidate, ...] = ()
         stored = self.store.load(key)
         if stored is not None:
             try:
                 known = best_settings.from_json(stored)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except INVALID:
                 self.store.ignore(key)
         types = {c.kv_type for c in candidates}
         others = [c for c in known if c.kv_type not in types]

@@ -23,6 +23,10 @@ VERSION = 1
 
 Warn = Callable[[str], None]
 
+# What reading a record raises that holds something else than it should; an infinite number, which
+# JSON has no word for but Python's reader accepts, overflows where a whole one is expected.
+INVALID = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
 
 def default_folder() -> Path:
     """`measurements` below the user's cache folder of this program."""

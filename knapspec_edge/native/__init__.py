@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 point_to_library()
 
-__all__ = ["library_digest", "library_info", "open_context", "open_model"]
+__all__ = ["library_digest", "library_info", "machine_key", "open_context", "open_model"]
 
 
 def open_model(
@@ -35,6 +35,19 @@ def open_model(
     from .model import Model
 
     return Model(path, gpu_layers=gpu_layers, progress=progress)
+
+
+def machine_key() -> dict[str, Any]:
+    """What times depend on beside model and settings, JSON-ready: the native code, its devices, and
+    the logical CPUs that this process may use. Loads the library; raises LibraryError."""
+    from .library import devices
+    from .threads import usable_threads
+
+    return {
+        "library": library_digest(),
+        "devices": [f"{d['name']}: {d['description']}" for d in devices()],
+        "cpus": usable_threads(),
+    }
 
 
 def open_context(model: Model, **settings: Any) -> LlamaBackend:

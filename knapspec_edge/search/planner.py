@@ -33,7 +33,7 @@ from ..latency.fidelity import (
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import Clock, Progress, measure_latency
 from ..latency.rounds import RoundTiming, measure_round
-from ..latency.store import Store
+from ..latency.store import INVALID, Store
 from ..records import FULL, SKIP, Draft, Mode, Plan, SubLayer
 from .acceptance import Judgement, judge
 from .knapsack import Option, solve
@@ -154,7 +154,7 @@ def decide(
                 if not (retry and _disturbance(measured, finalists, config)):
                     return choose(measured, finalists, backend.sublayers, config, from_cache=True)
                 latency = None
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except INVALID:
             store.ignore(key)
 
     def keep(profile: LatencyProfile) -> None:
@@ -172,7 +172,9 @@ def decide(
     profile = measured.costs.profile
     content = {"latency_at": profile.measured_at, **_to_json(measured, finalists)}
     store.save(key, content)
-    kept.add_fidelity(store, kept.fidelity_key(backend, model_key), backend, measured.fidelity)
+    # its text is the same every time
+    fidelity_key = kept.fidelity_key(backend, model_key)
+    kept.add_fidelity(store, fidelity_key, backend, measured.fidelity, only_first=True)
     return choose(measured, finalists, backend.sublayers, config)
 
 

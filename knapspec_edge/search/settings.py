@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DEFAULTS, Config
+from ..config import DEFAULTS, THREADS_MAX, Config
 from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import SubLayer
@@ -21,7 +21,7 @@ from .planner import candidate_plans, geometric_rate, verification_ms
 from .throughput import loss
 
 # Grows when a stored record means something else than before.
-_SETTINGS = 1
+_SETTINGS = 2
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,17 @@ def choose(
     return best if worth else first
 
 
-def settings_key(model_key: Mapping[str, Any], gpu_layers: int | None) -> dict[str, Any]:
-    return {"best_settings": _SETTINGS, **model_key, "gpu_layers": gpu_layers}
+def settings_key(
+    model_key: Mapping[str, Any], gpu_layers: int | None, threads: int | None
+) -> dict[str, Any]:
+    """`threads` as they were asked for: what was measured with a number that somebody wanted once
+    is nobody's default."""
+    return {
+        "best_settings": _SETTINGS,
+        **model_key,
+        "gpu_layers": gpu_layers,
+        "threads": threads,
+    }
 
 
 def to_json(candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -158,7 +167,7 @@ def to_json(candidates: Sequence[Candidate]) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> tuple[Candidate, ...]:
-    """The inverse of to_json. Raises KeyError, TypeError or ValueError for anything else."""
+    """The inverse of to_json. Raises one of store.INVALID for anything else."""
     found = []
     for entry in data["candidates"]:
         c = Candidate(
@@ -172,7 +181,13 @@ def from_json(data: Mapping[str, Any]) -> tuple[Candidate, ...]:
         )
         if not c.contexts or not len(c.contexts) == len(c.plain_ms) == len(c.speculation_ms):
             raise ValueError("times and contexts of a setting do not match")
-        if c.threads < 1 or c.threads_batch < 1:
-            raise ValueError("a setting needs threads")
+        if list(c.contexts) != sorted(set(c.contexts)):
+            raise ValueError("the contexts of a setting do not ascend")
+        if not all(math.isfinite(ms) and ms > 0.0 for ms in c.plain_ms + c.speculation_ms):
+            raise ValueError("a time is impossible")
+        if not all(1 <= n <= THREADS_MAX for n in (c.threads, c.threads_batch)):
+            raise ValueError("a setting with an impossible number of threads")
+        if c.flash_attn not in ("on", "off"):
+            raise ValueError("flash attention is on or off")
         found.append(c)
     return tuple(found)
