@@ -721,9 +721,7 @@ def _best_settings(
     return None
 
 
-def _settings_reason(
-    best: Candidate, threads: int | None, kv_type: str, flash_attn: str
-) -> str:
+def _settings_reason(best: Candidate, threads: int | None, kv_type: str, flash_attn: str) -> str:
     """Which settings were left to the measurement, and what it chose."""
     parts = []
     if flash_attn == "auto":

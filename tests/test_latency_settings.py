@@ -328,7 +328,9 @@ class TestLoader:
             assert (asked["flash_attn"], asked["threads"]) == ("on", 3)
 
     def test_a_damaged_record_is_ignored_with_a_warning(self, asked: dict[str, Any]) -> None:
-        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None, None), {"candidates": 3})
+        Store().save(
+            settings_key({"model": "f" * 32, "library": "d"}, None, None), {"candidates": 3}
+        )
         with self.open() as engine:
             assert asked["flash_attn"] == "auto"
             (warning,) = engine.take_warnings()

@@ -63,9 +63,7 @@ def save_latency(store: Store, key: Mapping[str, Any], profile: LatencyProfile) 
     return store.save(key, {"profile": profile.to_json()})
 
 
-def mark_stale(
-    store: Store, key: Mapping[str, Any], profile: LatencyProfile, reason: str
-) -> None:
+def mark_stale(store: Store, key: Mapping[str, Any], profile: LatencyProfile, reason: str) -> None:
     """The machine no longer behaves as the profile says: it is measured again next time.
 
     A newer one, which another process may have kept meanwhile, stays as it is.
