@@ -272,7 +272,8 @@ class Engine(Closing):
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
-        None: config.expected_context_tokens); without a profile llama.cpp's own choice.
+        None: config.expected_context_tokens); without a profile llama.cpp's own choice. Where
+        "auto" finds that speculation does not pay, the best settings for plain decoding hold.
 
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
@@ -305,47 +306,62 @@ class Engine(Closing):
                     "was trained for; answers may get worse beyond that"
                 )
             machine = native.machine_key()
-            best = None
-            if threads is None or flash_attn == "auto" or kv_type == "auto":
-                best = _best_settings(
+            context = resources.enter_context(ExitStack())
+
+            def best_for(purpose: str) -> Candidate | None:
+                if threads is not None and flash_attn != "auto" and kv_type != "auto":
+                    return None
+                return _best_settings(
                     {"model": gguf_check.fingerprint(info), **machine},
                     gpu_layers,
                     threads,
                     min(ctx_tokens, expected_tokens or config.expected_context_tokens),
-                    "plain" if spec == "off" else "speculation",
+                    purpose,
                     None if flash_attn == "auto" else flash_attn,
                     None if kv_type == "auto" else kv_type,
                     config,
                     warnings.append,
                 )
-            reason = None
-            if best is not None:
-                reason = _settings_reason(best, threads, kv_type, flash_attn)
-                flash_attn, kv_type = best.flash_attn, best.kv_type
-            backend = resources.enter_context(
-                native.open_context(
-                    opened,
-                    ctx_tokens=ctx_tokens,
-                    threads=threads or (best.threads if best is not None else None),
-                    threads_batch=threads or (best.threads_batch if best is not None else None),
-                    kv_type="f16" if kv_type == "auto" else kv_type,
-                    flash_attn=flash_attn,
-                    max_verify_tokens=config.max_verify_tokens,
+
+            def open_with(best: Candidate | None) -> Engine:
+                fallback_kv_type = "f16" if kv_type == "auto" else kv_type
+                backend = context.enter_context(
+                    native.open_context(
+                        opened,
+                        ctx_tokens=ctx_tokens,
+                        threads=threads or (None if best is None else best.threads),
+                        threads_batch=threads or (None if best is None else best.threads_batch),
+                        kv_type=fallback_kv_type if best is None else best.kv_type,
+                        flash_attn=flash_attn if best is None else best.flash_attn,
+                        max_verify_tokens=config.max_verify_tokens,
+                    )
                 )
-            )
-            engine = cls(
-                opened,
-                backend,
-                template=template,
-                config=config,
-                info=info,
-                warnings=warnings,
-                machine=machine,
-            )
-            engine.settings_reason = reason
-            if needs_template:
-                engine.require_template()
-            engine.set_speculation(spec, progress=progress)
+                engine = cls(
+                    opened,
+                    backend,
+                    template=template,
+                    config=config,
+                    info=info,
+                    warnings=warnings,
+                    machine=machine,
+                )
+                if best is not None:
+                    engine.settings_reason = _settings_reason(best, threads, kv_type, flash_attn)
+                if needs_template:
+                    engine.require_template()
+                engine.set_speculation(spec, progress=progress)
+                return engine
+
+            best = best_for("plain" if spec == "off" else "speculation")
+            engine = open_with(best)
+            if best is not None and spec == "auto" and engine.speculation.state == "off":
+                # Single sublayers promised more than whole drafts keep: plain decoding it is, and
+                # that in its own best setting.
+                plain = best_for("plain")
+                if plain is not None and plain != best:
+                    warnings = engine.take_warnings()
+                    context.close()
+                    engine = open_with(plain)
             engine._resources = resources.pop_all()
         return engine
 

@@ -297,6 +297,31 @@ class TestLoader:
         with Engine.open("m.gguf", spec="off", gpu_layers=3):
             assert asked["flash_attn"] == "auto", "measured with other layers on the GPU"
 
+    def test_auto_that_does_not_speculate_decodes_in_the_best_setting_for_that(
+        self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        on = Candidate("on", "f16", 2, 2, (128,), (5.0,), (9.0,))
+        off = Candidate("off", "f16", 2, 3, (128,), (6.0,), (4.0,))
+        self.keep(on, off)
+        decided: list[str] = []
+
+        def decide(backend: object, *_: object) -> planner.Decision:
+            decided.append(str(asked["flash_attn"]))
+            return planner.Decision(state, f"{state}: says the test", draft)
+
+        monkeypatch.setattr(planner, "decide", decide)
+        state, draft = "off", None
+        with Engine.open("m.gguf") as engine:
+            assert (asked["flash_attn"], asked["threads_batch"]) == ("on", 2)
+            assert engine.speculation.state == "off"
+        assert decided == ["off", "on"]
+        decided.clear()
+        state, draft = "on", Draft(Plan.full(2), 3, 0.7)
+        with Engine.open("m.gguf") as engine:
+            assert (asked["flash_attn"], asked["threads_batch"]) == ("off", 3)
+            assert engine.speculation.state == "on"
+        assert decided == ["off"]
+
     def test_options_override(self, asked: dict[str, Any]) -> None:
         self.keep(TestChoice.ON, TestChoice.OFF, TestChoice.Q8)
         with self.open(flash_attn="off", threads=7):

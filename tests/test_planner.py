@@ -685,7 +685,7 @@ class TestStore:
         for n_ctx, most in ((1024, 16), (512, 16), (512, 4)):
             assert "fill" not in {call for call, _ in at(n_ctx, most)[1].log}
 
-    def test_counts_of_all_runs_are_kept(self, tmp_path: Path) -> None:
+    def test_counts_of_the_first_measurement_only_are_kept(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
         first = quick(store).measured
         backend = small()
@@ -695,7 +695,7 @@ class TestStore:
         assert second is not None
         assert second.text != first.text
         total = kept.load_fidelity(store, keys_of(backend)["fidelity"], backend)
-        assert total == first.fidelity.plus(second.fidelity)
+        assert total.counts == first.fidelity.counts, "`profile` sees to it that its texts differ"
         assert total.runs == 2
 
     def test_a_foreign_key_in_the_right_place_is_ignored(self, tmp_path: Path) -> None:

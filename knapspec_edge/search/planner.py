@@ -172,7 +172,7 @@ def decide(
     profile = measured.costs.profile
     content = {"latency_at": profile.measured_at, **_to_json(measured, finalists)}
     store.save(key, content)
-    # its text is the same every time
+    # the text is the same in every setting of a model: counted again it is no further evidence
     fidelity_key = kept.fidelity_key(backend, model_key)
     kept.add_fidelity(store, fidelity_key, backend, measured.fidelity, only_first=True)
     return choose(measured, finalists, backend.sublayers, config)
