@@ -502,6 +502,7 @@ class Engine(Closing):
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
         self._decision = self._drift = None
+        self._drifted = False
         return profile
 
     def _model_key(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,20 +232,31 @@ class _Run:
                 )
             return self.options.ctx
         n_ctx = min(trained or self.config.ctx_tokens, self.config.profile_ctx_tokens)
-        memory = sum(d["total_bytes"] for d in library.devices())
         token_bytes = kv_bytes_per_token(self.model.metadata, self.model.architecture, kv_type)
-        fits = int(self.config.profile_memory_share * memory / max(1, token_bytes))
+        fits = self._cache_bytes(library.devices()) // max(1, token_bytes)
         if 0 < fits < n_ctx:
             n_ctx = max(512, fits)
             self.notes.append(
-                f"measured up to a context of {n_ctx} tokens, which takes "
-                f"{100 * self.config.profile_memory_share:.0f} % of the memory; --ctx N goes on"
+                f"measured up to a context of {n_ctx} tokens, for which there is memory to spare; "
+                "--ctx N goes on"
             )
         elif trained and n_ctx < trained:
             self.notes.append(
                 f"measured up to a context of {n_ctx} of {trained} tokens; --ctx N goes on"
             )
         return n_ctx
+
+    def _cache_bytes(self, devices: Sequence[Mapping[str, Any]]) -> int:
+        """Memory for keys and values that nobody asked for; 0 where it is not known.
+
+        They lie where the layers do, and what is free there after loading has to do for the rest
+        of the context too.
+        """
+        gpus = [d for d in devices if "GPU" in d["type"] and self.model.gpu_layers != 0]
+        used = gpus or [d for d in devices if d["type"] == "CPU"]
+        most = self.config.profile_memory_share * sum(d["total_bytes"] for d in used)
+        free = sum(d["free_bytes"] for d in used)
+        return int(min(most, free / 2) if free else most)
 
     @contextmanager
     def _context(self, flash_attn: str, kv_type: str) -> Iterator[LlamaBackend]:
