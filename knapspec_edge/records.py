@@ -129,6 +129,9 @@ class Sampling:
     seed: int = 0
 
 
+GREEDY = Sampling()
+
+
 @dataclass(frozen=True)
 class Draft:
     """How to draft: under which plan, how many tokens at most, and when to stop early."""

@@ -42,12 +42,10 @@ from knapspec_edge.latency.costs import Costs  # noqa: E402
 from knapspec_edge.latency.profile import LatencyProfile, Sample  # noqa: E402
 from knapspec_edge.latency.profiler import measure_latency  # noqa: E402
 from knapspec_edge.latency.regression import Line  # noqa: E402
-from knapspec_edge.latency.timing import Timing  # noqa: E402
-from knapspec_edge.records import Plan, Sampling  # noqa: E402
+from knapspec_edge.latency.timing import Clock, Timing  # noqa: E402
+from knapspec_edge.records import GREEDY, Plan  # noqa: E402
 from knapspec_edge.terminal import Terminal  # noqa: E402
 
-GREEDY = Sampling()
-Clock = Callable[[], float]
 Progress = Callable[[float], None]
 
 LEAST_CONTEXT_TOKENS = 128

@@ -21,9 +21,8 @@ from knapspec_edge.decode.guard import SpeedGuard
 from knapspec_edge.decode.session import Session
 from knapspec_edge.errors import Interrupted, NativeError, PlanError, UsageError
 from knapspec_edge.latency import kept
-from knapspec_edge.latency.fidelity import GREEDY
 from knapspec_edge.latency.store import Store, default_folder
-from knapspec_edge.records import SKIP, Draft, Kind, Mode, ModeKind, Plan
+from knapspec_edge.records import GREEDY, SKIP, Draft, Kind, Mode, ModeKind, Plan
 from knapspec_edge.search import plan_file
 from knapspec_edge.search.acceptance import judge
 from knapspec_edge.search.knapsack import Option, solve

@@ -755,17 +755,21 @@ class TestKept:
         kept.mark_stale(store, key, old, "rounds take 1.4 times as long")
         assert kept.load_latency(store, key, backend) == newer
 
-    def test_an_infinite_number_is_damage(self, tmp_path: Path) -> None:
+    def test_an_infinite_number_or_a_word_for_one_is_damage(self, tmp_path: Path) -> None:
         warnings: list[str] = []
         store, backend = Store(tmp_path, warn=warnings.append), self.backend()
         key = kept.latency_key(backend, "m")
         content = {**self.found().to_json(), "limit_tokens": math.inf}
         store.save(key, {"profile": content})
         assert kept.load_latency(store, key, backend) is None
+        content = self.found().to_json()
+        content["classes"][0]["n_cells"] = "many"
+        store.save(key, {"profile": content})
+        assert kept.load_latency(store, key, backend) is None
         key = kept.fidelity_key(backend, "m")
         store.save(key, {**fidelity((0, 128, 40, 48)).to_json(), "runs": math.inf})
         assert kept.load_fidelity(store, key, backend) == Fidelity()
-        assert len(warnings) == 2
+        assert len(warnings) == 3
 
     @pytest.mark.parametrize("content", [{}, {"profile": None}, {"profile": [1]}, {"profile": {}}])
     def test_a_damaged_profile_is_one_warning(

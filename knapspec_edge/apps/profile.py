@@ -18,7 +18,6 @@ from ..errors import ContextError, Interrupted, ModelError, UsageError
 from ..latency import kept
 from ..latency.costs import Costs
 from ..latency.fidelity import (
-    GREEDY,
     Fidelity,
     measure_fidelity,
     probed_indices,
@@ -29,7 +28,7 @@ from ..latency.profile import LatencyProfile
 from ..latency.profiler import measure_latency
 from ..latency.store import INVALID, Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
-from ..records import SubLayer
+from ..records import GREEDY, SubLayer
 from ..search import settings as best_settings
 from ..text.calibration import calibration_tokens, long_calibration_tokens
 from ..text.templates import ChatTemplate, choose_template

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from ..backend import Backend
 from ..decode.rollback import rewind
-from ..records import SKIP, Kind, Plan, Sampling, SubLayer
-
-GREEDY = Sampling()
+from ..records import GREEDY, SKIP, Kind, Plan, SubLayer
 
 # The beginning of a prompt (begin token, chat header) survives shortening, and so does its end.
 _KEPT_HEAD_TOKENS = 8

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..backend import Backend
+from .costs import Costs
 from .fidelity import Fidelity
 from .profile import LatencyProfile
 from .store import INVALID, Store
@@ -53,6 +54,7 @@ def load_latency(store: Store, key: Mapping[str, Any], backend: Backend) -> Late
         profile = LatencyProfile.from_json(content["profile"])
         if profile.n_sublayers != len(backend.sublayers):
             raise ValueError("another number of sublayers")
+        Costs(profile)  # what cannot be fitted was never measured
     except INVALID:
         store.ignore(key)
         return None

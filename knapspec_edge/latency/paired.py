@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..backend import Backend
 from ..decode.rollback import rewind
-from ..records import Sampling
-from .timing import Timing
-
-Clock = Callable[[], float]
-GREEDY = Sampling()
+from ..records import GREEDY
+from .timing import Clock, Timing
 
 _ROUNDS = 7
 _FEWEST_ROUNDS = 2

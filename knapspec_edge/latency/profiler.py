@@ -31,18 +31,15 @@ from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError
-from ..records import Plan, Sampling
+from ..records import GREEDY, Plan
 from .classes import layer_classes
 from .costs import CELLS_PER_STEP, SAMPLE_PRIOR, Costs
 from .profile import LatencyProfile, Sample
 from .regression import levels_without_drift
-from .timing import Timing, without_outliers
+from .timing import Clock, Timing, without_outliers
 
-Clock = Callable[[], float]
 # Share of the work that is done, 0..1.
 Progress = Callable[[float], None]
-
-GREEDY = Sampling()
 
 _NARROW = tuple(range(1, 17))
 _WIDE = (24, 32)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..backend import Backend
 from ..decode.rollback import rewind
-from ..records import Plan, Sampling
-
-Clock = Callable[[], float]
-GREEDY = Sampling()
+from ..records import GREEDY, Plan
+from .timing import Clock
 
 _ROUND_PLAIN_STEPS = 4  # plain steps between timed rounds; the first one is not kept
 

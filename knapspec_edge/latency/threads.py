@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from ..backend import Backend
 from ..config import DEFAULTS, THREADS_MAX, Config
 from ..decode.rollback import rewind
-from ..records import Sampling
-from .timing import Timing
-
-Clock = Callable[[], float]
-GREEDY = Sampling()
+from ..records import GREEDY
+from .timing import Clock, Timing
 
 _PASS_TOKENS = 5
 _CONTEXT_TOKENS = 128

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+Clock = Callable[[], float]  # seconds, as time.perf_counter
 
 # The outlier rule: of five or more samples, those further above the median than this many scaled
 # median absolute deviations are not counted. Other load only ever adds time.

@@ -23,7 +23,7 @@ from ..errors import (
     RollbackError,
     UsageError,
 )
-from ..records import Pick, Plan, Sampling, SubLayer, Traits
+from ..records import GREEDY, Pick, Plan, Sampling, SubLayer, Traits
 from . import bindings, library, plans
 from .model import Model
 from .threads import default_threads
@@ -40,7 +40,6 @@ _KV_BLOCK_BYTES = {
 _CELL_BYTES = 48
 # Rows of logits that `evaluate` asks for in one pass.
 _EVALUATE_TOKENS = 64
-GREEDY = Sampling()
 # Backends inside `interruptible`, innermost last. Main thread only, like signal handlers.
 _guarded: list[LlamaBackend] = []
 

@@ -22,7 +22,6 @@ from ..latency import kept
 from ..latency.costs import Costs
 from ..latency.drift import NO_CORRECTION, Correction
 from ..latency.fidelity import (
-    GREEDY,
     Fidelity,
     Text,
     measure_fidelity,
@@ -31,10 +30,11 @@ from ..latency.fidelity import (
     target_text,
 )
 from ..latency.profile import LatencyProfile
-from ..latency.profiler import Clock, Progress, measure_latency
+from ..latency.profiler import Progress, measure_latency
 from ..latency.rounds import RoundTiming, measure_round
 from ..latency.store import INVALID, Store
-from ..records import FULL, SKIP, Draft, Mode, Plan, SubLayer
+from ..latency.timing import Clock
+from ..records import FULL, GREEDY, SKIP, Draft, Mode, Plan, SubLayer
 from .acceptance import Judgement, judge
 from .knapsack import Option, solve
 from .plan_file import parse_mode
