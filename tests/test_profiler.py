@@ -379,7 +379,7 @@ class TestBudget:
         found = profile(machine, 10.0)
         step_seconds = truth.ms(128) / 1000.0
         # what it takes at least: every class left out once, one wide pass, and steps around them
-        least = 18 * step_seconds
+        least = 20.5 * step_seconds
         assert machine.clock() <= max(1.05 * CONFIG.profile_overrun * 10.0, least)
         if factor >= 10.0:
             assert found.limit_tokens < 4096 - 34
@@ -817,3 +817,15 @@ def test_numbers_are_plain_in_json() -> None:
     """NumPy's own numbers would not be written."""
     machine = Clockwork(TRUTH, noise=lambda ms, _: float(np.float64(ms)))
     json.dumps(profile(machine, 4.0).to_json())
+
+
+def test_a_starved_machine_still_tells_what_verifying_costs() -> None:
+    """However little time there is: without a pass of several tokens no draft could be judged."""
+    backend = TestFidelity().toy({})
+
+    def starved(_: str) -> None:
+        backend.now_ms += 60_000.0
+
+    backend.on_call = starved
+    found = measure_latency(backend, budget_seconds=1.0, clock=backend.clock)
+    assert found.widths[-1] > 1

@@ -357,9 +357,11 @@ class _Profiler:
             left_ms += 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
             needed = self._indispensable(missing)
             if left_ms <= 0.0:
-                # on a starved machine even that has an end
+                # on a starved machine even that has an end, but for a step and a wider pass
                 most_ms = 1000.0 * self.config.profile_overrun * self.budget_seconds
-                if not needed or (left_ms <= -most_ms and self._visits):
+                if left_ms <= -most_ms:
+                    needed = [t for t in needed if not t.skipped]
+                if not needed:
                     return None
                 missing = needed
             missing = [*needed, *(t for t in missing if t not in needed)]
@@ -398,18 +400,18 @@ class _Profiler:
         return len(tasks)
 
     def _indispensable(self, missing: Sequence[_Task]) -> list[_Task]:
-        """What a model cannot be fitted without: a step, each class left out somewhere, and one
-        pass of several tokens."""
+        """What a model cannot be fitted without: a step, one pass of several tokens, and each class
+        left out somewhere. The pass comes early: without it nothing can be said about a draft."""
         seen = [t for t in self._tasks if t.ratios]
         covered = {i for t in seen if t.width == 1 for i in t.skipped}
         needed = []
         if not any(t.is_step for t in seen):
             needed += [t for t in missing if t.is_step][:1]
+        if not any(t.width > 1 for t in seen):
+            needed += [t for t in missing if t.width > 1][:1]
         for cls in self.classes:
             if not covered & set(cls.members):
                 needed += [t for t in missing if t.skipped == cls.members][:1]
-        if not any(t.width > 1 for t in seen):
-            needed += [t for t in missing if t.width > 1][:1]
         return needed
 
     def _surprises(self) -> dict[_Task, float]:
