@@ -783,8 +783,8 @@ def _greet(engine: Engine, terminal: Terminal) -> None:
         parts.append(f"{threads} threads")
     if engine.settings_reason is not None:
         parts.append(engine.settings_reason)
-    if devices := settings.get("devices"):
-        parts.append(devices if isinstance(devices, str) else ", ".join(map(str, devices)))
+    if engine.device is not None:
+        parts.append(engine.device)
     terminal.notice(" · ".join(parts))
     spec = engine.speculation
     terminal.notice(f"speculation {spec.state}: {spec.reason.removeprefix(f'{spec.state}: ')}")

@@ -234,6 +234,7 @@ class Engine(Closing):
         self._drifted = False  # said and written down
         # which of the settings were measured to be best here, for people; None without a profile
         self.settings_reason: str | None = None
+        self.device: str | None = None  # where the layers lie, for people; None where unknown
         self._template: ChatTemplate | None = None
         self._latest: Answer | None = None
         try:
@@ -340,6 +341,7 @@ class Engine(Closing):
                 warnings=warnings,
                 library=model_key["library"],
             )
+            engine.device = native.describe_device(backend)
             if best is not None:
                 engine.settings_reason = (
                     f"flash attention {best.flash_attn}, {best.kv_type} keys: the best measured"

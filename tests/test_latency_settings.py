@@ -251,6 +251,7 @@ class TestLoader:
         monkeypatch.setattr(native, "open_model", lambda path, **_: vocabulary)
         monkeypatch.setattr(native, "open_context", open_context)
         monkeypatch.setattr(native, "library_digest", lambda: "d")
+        monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
         return seen
 
     def keep(self, *candidates: Candidate) -> None:
