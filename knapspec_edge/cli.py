@@ -584,11 +584,10 @@ def profile(
                 flash_attn=options["flash_attn"],
             ),
             terminal.progress,
+            warn=terminal.warning,
         )
     finally:
         terminal.clear_progress()
-    for warning in report.warnings:
-        terminal.warning(warning)
     if as_json:
         import json
 

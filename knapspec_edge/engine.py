@@ -321,6 +321,13 @@ class Engine(Closing):
                 )
             if best is not None:
                 flash_attn, kv_type = best.flash_attn, best.kv_type
+                # Fewer CPUs than when it was measured: more threads than those wait for each other.
+                most = native.usable_threads()
+                best = replace(
+                    best,
+                    threads=min(best.threads, most),
+                    threads_batch=min(best.threads_batch, most),
+                )
             backend = resources.enter_context(
                 native.open_context(
                     opened,
@@ -689,7 +696,7 @@ def _best_settings(
     warn: Callable[[str], None],
 ) -> Candidate | None:
     """The best measured setting for this use, or None without a profile."""
-    from .latency.store import Store
+    from .latency.store import UNREADABLE, Store
     from .search import settings
 
     store = Store(warn=warn)
@@ -699,7 +706,7 @@ def _best_settings(
         return None
     try:
         candidates = settings.from_json(stored)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except UNREADABLE:
         store.ignore(key)
         return None
     return settings.choose(

@@ -252,6 +252,7 @@ class TestLoader:
         monkeypatch.setattr(native, "open_context", open_context)
         monkeypatch.setattr(native, "library_digest", lambda: "d")
         monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
+        monkeypatch.setattr(native, "usable_threads", lambda: 8)
         return seen
 
     def keep(self, *candidates: Candidate) -> None:
@@ -284,6 +285,40 @@ class TestLoader:
             assert asked["flash_attn"] == "on"
         with Engine.open("m.gguf", spec="off", gpu_layers=3):
             assert asked["flash_attn"] == "auto", "measured with other layers on the GPU"
+
+    def test_fewer_cpus_than_when_it_was_measured(
+        self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.keep(Candidate("on", "f16", 3, 6, (128, 8192), (5.0, 25.0), (9.0, 9.0)))
+        monkeypatch.setattr(native, "usable_threads", lambda: 4)
+        with self.open():
+            assert (asked["threads"], asked["threads_batch"]) == (3, 4)
+        with self.open(threads=5):
+            assert (asked["threads"], asked["threads_batch"]) == (5, 5), "asked for"
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"threads": 10**12},
+            {"threads_batch": 0},
+            {"threads": float("inf")},
+            {"contexts": [128, 1024, 10**19]},
+            {"contexts": [1024, 128, 8192]},
+            {"plain_ms": [5.0, float("inf"), 22.0]},
+            {"speculation_ms": [5.0, -1.0, 22.0]},
+            {"plain_ms": [float("nan"), 7.0, 22.0]},
+            {"flash_attn": "perhaps"},
+        ],
+    )
+    def test_an_impossible_setting_is_ignored_with_a_warning(
+        self, asked: dict[str, Any], change: dict[str, Any]
+    ) -> None:
+        record = to_json([TestChoice.ON])
+        record["candidates"][0].update(change)
+        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None), record)
+        with self.open() as engine:
+            assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
+            assert "no valid measurement; measuring again" in engine.take_warnings()[0]
 
     def test_options_override(self, asked: dict[str, Any]) -> None:
         self.keep(TestChoice.ON, TestChoice.OFF, TestChoice.Q8)

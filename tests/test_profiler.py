@@ -461,6 +461,43 @@ def fidelity(*counts: tuple[int, int, int, int], runs: int = 1) -> Fidelity:
     )
 
 
+class TestUnfinished:
+    """What an interrupted measurement leaves."""
+
+    def interrupted(self, after: int) -> LatencyProfile | None:
+        machine = Clockwork(TRUTH, n_ctx=4096)
+        left: list[LatencyProfile] = []
+        visits = iter(range(after))
+
+        def progress(share: float) -> None:
+            if next(visits, None) is None:
+                raise Interrupted("interrupted")
+
+        with pytest.raises(Interrupted):
+            profile(machine, progress=progress, unfinished=left.append)
+        assert machine.n_past == 0
+        return left[0] if left else None
+
+    def test_what_was_timed_comes_back(self) -> None:
+        found = self.interrupted(100)
+        assert found is not None
+        assert found.notes[-1] == "the measurement was interrupted"
+        assert 0 < len(found.samples) < len(profile(Clockwork(TRUTH, n_ctx=4096)).samples)
+        assert found.limit_tokens == found.contexts[-1]
+        step = found.steps()[0]
+        assert step.timing.median_ms == pytest.approx(
+            Costs(profile(Clockwork(TRUTH, n_ctx=4096))).step_ms(step.context_tokens), rel=0.02
+        )
+
+    def test_it_covers_nothing(self) -> None:
+        found = self.interrupted(100)
+        assert found is not None
+        assert not found.covers(1, 1)
+
+    def test_without_a_step_there_is_nothing(self) -> None:
+        assert self.interrupted(0) is None
+
+
 class TestFidelity:
     SUBLAYERS = sublayers_of(3)  # attention 0 2 4, MLP 1 3 5
 
@@ -756,6 +793,42 @@ class TestKept:
         assert len(warnings) == 1
         assert "no valid measurement; measuring again" in warnings[0]
         assert str(store.path(key)) in warnings[0]
+
+    def test_a_file_that_is_looked_at_twice_is_one_warning(self, tmp_path: Path) -> None:
+        warnings: list[str] = []
+        store = Store(tmp_path, warn=warnings.append)
+        keys = [{"a": 1}, {"a": 2}]
+        for key in keys:
+            store.path(key).write_text("no JSON")
+            assert store.load(key) is None
+            assert store.load(key) is None
+        assert warnings == [f"{store.path(key)} is damaged; measuring again" for key in keys]
+
+    def test_a_folder_below_a_file_holds_nothing_and_takes_nothing(self, tmp_path: Path) -> None:
+        warnings: list[str] = []
+        (tmp_path / "file").write_text("")
+        store = Store(tmp_path / "file" / "cache", warn=warnings.append)
+        assert store.load({"a": 1}) is None
+        assert warnings == []
+        assert not store.save({"a": 1}, {})
+        assert not store.save({"a": 2}, {})
+        assert len(warnings) == 1
+        assert "cannot keep the measurement" in warnings[0]
+
+    @pytest.mark.parametrize("tokens", [-1, 10**19, float("inf"), float("nan"), None, "many"])
+    def test_impossible_contexts_are_one_warning(self, tmp_path: Path, tokens: object) -> None:
+        warnings: list[str] = []
+        store, backend = Store(tmp_path, warn=warnings.append), self.backend()
+        key, counts = kept.latency_key(backend, "m"), kept.fidelity_key(backend, "m")
+        content = self.found().to_json()
+        content["samples"][0]["context_tokens"] = tokens
+        store.save(key, {"profile": content})
+        store.save(
+            counts, {**fidelity((0, 1, 1, 1)).to_json(), "counts": [[0, "skip", tokens, 1, 1]]}
+        )
+        assert kept.load_latency(store, key, backend) is None
+        assert kept.load_fidelity(store, counts, backend) == Fidelity()
+        assert len(warnings) == 2
 
     def test_a_profile_of_another_depth_is_one_warning(self, tmp_path: Path) -> None:
         warnings: list[str] = []

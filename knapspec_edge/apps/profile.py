@@ -26,8 +26,8 @@ from ..latency.fidelity import (
 )
 from ..latency.paired import paired_steps
 from ..latency.profile import LatencyProfile
-from ..latency.profiler import measure_latency
-from ..latency.store import Store
+from ..latency.profiler import MIN_CONTEXT_TOKENS, measure_latency
+from ..latency.store import UNREADABLE, Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
 from ..records import SubLayer
 from ..search import settings as best_settings
@@ -111,23 +111,30 @@ def run(
     options: Options,
     progress: Progress = lambda stage, share: None,
     *,
+    warn: Callable[[str], None] = lambda warning: None,
     config: Config = DEFAULTS,
     store: Store | None = None,
 ) -> ProfileReport:
     """Measure a model on this machine and keep the result.
 
+    `warn` takes each warning when it is due; the report lists them all.
+
     Raises ModelError for a file that cannot be used or a model whose sublayers are not recognised,
     ContextError, UsageError, LibraryError; Interrupted where nothing useful had been measured yet.
-    Interrupted later, what there is comes back, and is kept.
+    Interrupted later, what there is comes back; what was finished is kept.
     """
     from .. import gguf_check, native
 
+    if options.ctx is not None and options.ctx < MIN_CONTEXT_TOKENS:
+        raise UsageError(
+            f"--ctx is {options.ctx}; measuring takes at least {MIN_CONTEXT_TOKENS} tokens"
+        )
     started = time.monotonic()
     info = gguf_check.inspect(Path(model_path))
     with native.open_model(
         info.path, gpu_layers=options.gpu_layers, progress=_loading(progress)
     ) as model:
-        run_ = _Run(model, options, progress, config, store, started)
+        run_ = _Run(model, options, progress, warn, config, store, started)
         run_.model_key = {
             "model": gguf_check.fingerprint(info),
             "library": native.library_digest(),
@@ -155,6 +162,7 @@ class _Run:
         model: Model,
         options: Options,
         progress: Progress,
+        warn: Callable[[str], None],
         config: Config,
         store: Store | None,
         started: float,
@@ -165,7 +173,8 @@ class _Run:
         self.config = config
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.store = store or Store(warn=self.warnings.append)
+        self.warn = warn
+        self.store = store or Store(warn=self._warn)
         self.started = started
         self.budget_seconds = 0.0
         self.measuring_since = started
@@ -177,10 +186,12 @@ class _Run:
         # plain steps of each setting relative to the first one's, by context
         self.ratios: dict[int, list[float]] = {}
         self.kept = True
+        self.unfinished: LatencyProfile | None = None  # of the first setting, if interrupted there
         self.prompt_token_ms = 0.0  # of the latest prompt
 
     def execute(self) -> ProfileReport:
         found: list[tuple[dict[str, Any], LatencyProfile]] = []
+        refusals: list[ContextError] = []
         interrupted = False
         settings = self._settings()
         self.n_ctx = self._context_size(settings[0][1])
@@ -193,15 +204,21 @@ class _Run:
                     if n == 0 and len(settings) == 1:
                         raise
                     self.notes.append(f"flash attention {flash_attn}, {kv_type} keys: {error}")
+                    refusals.append(error)
                     continue
                 found.append(result)
             if not found:
-                raise ContextError(self.notes[-1])
+                alike = len({str(error) for error in refusals}) == 1
+                raise refusals[0] if alike else ContextError(self.notes[-1])
             self._compare(found)
             self._measure_fidelity(found)
         except (Interrupted, KeyboardInterrupt):
             if not found:
-                raise Interrupted("interrupted") from None
+                if self.unfinished is None:
+                    raise Interrupted("interrupted") from None
+                # too little for anybody to decide by, so it is shown and not kept
+                found.append((self.unfinished.settings, self.unfinished))
+                self.kept = False
             interrupted = True
         return self._report(found, interrupted)
 
@@ -223,10 +240,8 @@ class _Run:
 
         trained = self.model.n_ctx_train
         if self.options.ctx is not None:
-            if self.options.ctx < 1:
-                raise UsageError(f"--ctx is {self.options.ctx}; it has to be at least 1 token")
             if trained and self.options.ctx > trained:
-                self.warnings.append(
+                self._warn(
                     f"the context of {self.options.ctx} tokens is larger than the {trained} the "
                     "model was trained for"
                 )
@@ -286,11 +301,19 @@ class _Run:
                 tokens=self._calibration(backend),
                 config=self.config,
                 progress=lambda share: self.progress("profile", share_here * (first + share / of)),
+                unfinished=self._take_unfinished,
             )
             self.kept = kept.save_latency(
                 self.store, kept.latency_key(backend, self.model_key), profile
             )
             return dict(backend.settings), profile
+
+    def _take_unfinished(self, profile: LatencyProfile) -> None:
+        self.unfinished = profile
+
+    def _warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        self.warn(warning)
 
     def _compare(self, found: Sequence[tuple[dict[str, Any], LatencyProfile]]) -> None:
         """Plain steps of all settings in turn: their profiles were measured one after another."""
@@ -518,7 +541,7 @@ class _Run:
         if stored is not None:
             try:
                 known = best_settings.from_json(stored)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except UNREADABLE:
                 self.store.ignore(key)
         types = {c.kv_type for c in candidates}
         others = [c for c in known if c.kv_type not in types]

@@ -12,7 +12,7 @@ from typing import Any
 from ..backend import Backend
 from .fidelity import Fidelity
 from .profile import LatencyProfile
-from .store import Store
+from .store import UNREADABLE, Store
 
 # Grow when a stored record means something else than before.
 _LATENCY = 2
@@ -53,7 +53,7 @@ def load_latency(store: Store, key: Mapping[str, Any], backend: Backend) -> Late
         profile = LatencyProfile.from_json(content["profile"])
         if profile.n_sublayers != len(backend.sublayers):
             raise ValueError("another number of sublayers")
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except UNREADABLE:
         store.ignore(key)
         return None
     return profile
@@ -77,7 +77,7 @@ def load_fidelity(store: Store, key: Mapping[str, Any], backend: Backend) -> Fid
         return Fidelity()
     try:
         return Fidelity.from_json(content, len(backend.sublayers))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except UNREADABLE:
         store.ignore(key)
         return Fidelity()
 

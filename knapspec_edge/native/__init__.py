@@ -11,6 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .library import library_digest, library_info, point_to_library
+from .threads import usable_threads
 
 if TYPE_CHECKING:
     from .context import LlamaBackend
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 
 point_to_library()
 
-__all__ = ["describe_device", "library_digest", "library_info", "open_context", "open_model"]
+__all__ = [
+    "describe_device",
+    "library_digest",
+    "library_info",
+    "open_context",
+    "open_model",
+    "usable_threads",
+]
 
 
 def open_model(

@@ -33,7 +33,7 @@ from ..latency.fidelity import (
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import Clock, Progress, measure_latency
 from ..latency.rounds import RoundTiming, measure_round
-from ..latency.store import Store
+from ..latency.store import UNREADABLE, Store
 from ..records import FULL, SKIP, Draft, Mode, Plan, SubLayer
 from .acceptance import Judgement, judge
 from .knapsack import Option, solve
@@ -154,7 +154,7 @@ def decide(
                 if not (retry and _disturbance(measured, finalists, config)):
                     return choose(measured, finalists, backend.sublayers, config, from_cache=True)
                 latency = None
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except UNREADABLE:
             store.ignore(key)
 
     def keep(profile: LatencyProfile) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DEFAULTS, Config
+from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX, Config
 from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import SubLayer
@@ -172,7 +172,13 @@ def from_json(data: Mapping[str, Any]) -> tuple[Candidate, ...]:
         )
         if not c.contexts or not len(c.contexts) == len(c.plain_ms) == len(c.speculation_ms):
             raise ValueError("times and contexts of a setting do not match")
-        if c.threads < 1 or c.threads_batch < 1:
+        if list(c.contexts) != sorted({n for n in c.contexts if 0 <= n <= CTX_TOKENS_MAX}):
+            raise ValueError("the contexts of a setting do not ascend")
+        if not all(0.0 < ms < math.inf for ms in (*c.plain_ms, *c.speculation_ms)):
+            raise ValueError("a time is impossible")
+        if c.flash_attn not in ("on", "off"):
+            raise ValueError("flash attention is neither on nor off")
+        if not (1 <= c.threads <= THREADS_MAX and 1 <= c.threads_batch <= THREADS_MAX):
             raise ValueError("a setting needs threads")
         found.append(c)
     return tuple(found)
