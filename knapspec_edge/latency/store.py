@@ -23,8 +23,9 @@ VERSION = 1
 
 Warn = Callable[[str], None]
 
-# What reading a record out of JSON of any other shape may raise.
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+# What reading a record raises that holds something else than it should; an infinite number, which
+# JSON has no word for but Python's reader accepts, overflows where a whole one is expected.
+INVALID = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 # Nothing that is kept counts further, in tokens for instance; larger numbers fit no array.
 MAX_COUNT = 2**31 - 1
 
