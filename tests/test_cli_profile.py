@@ -375,6 +375,14 @@ def test_the_context_that_nobody_asked_for_fits_where_the_layers_lie(
     model = SimpleNamespace(
         n_ctx_train=131072, metadata=LLAMA_8B, architecture="llama", gpu_layers=gpu_layers
     )
-    run = profile._Run(model, Options(), lambda *_: None, Config(), Store(enabled=False), 0.0)  # type: ignore[arg-type]
+    run = profile._Run(
+        model,  # type: ignore[arg-type]
+        Options(),
+        lambda *_: None,
+        lambda _: None,
+        Config(),
+        Store(enabled=False),
+        0.0,
+    )
     assert at_least <= run._context_size("f16") <= at_most
     assert len(run.notes) == 1

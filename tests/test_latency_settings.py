@@ -317,7 +317,7 @@ class TestLoader:
     ) -> None:
         record = to_json([TestChoice.ON])
         record["candidates"][0].update(change)
-        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None), record)
+        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None, None), record)
         with self.open() as engine:
             assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
             assert "no valid measurement; measuring again" in engine.take_warnings()[0]
