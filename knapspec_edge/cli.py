@@ -584,11 +584,10 @@ def profile(
                 flash_attn=options["flash_attn"],
             ),
             terminal.progress,
+            warn=terminal.warning,
         )
     finally:
         terminal.clear_progress()
-    for warning in report.warnings:
-        terminal.warning(warning)
     if as_json:
         import json
 
@@ -783,8 +782,8 @@ def _greet(engine: Engine, terminal: Terminal) -> None:
         parts.append(f"{threads} threads")
     if engine.settings_reason is not None:
         parts.append(engine.settings_reason)
-    if devices := settings.get("devices"):
-        parts.append(devices if isinstance(devices, str) else ", ".join(map(str, devices)))
+    if engine.device is not None:
+        parts.append(engine.device)
     terminal.notice(" · ".join(parts))
     spec = engine.speculation
     terminal.notice(f"speculation {spec.state}: {spec.reason.removeprefix(f'{spec.state}: ')}")

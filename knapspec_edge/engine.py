@@ -236,6 +236,7 @@ class Engine(Closing):
         self._drifted = False  # written down
         # which of the settings were measured to be best here, for people; None without a profile
         self.settings_reason: str | None = None
+        self.device: str | None = None  # where the layers lie, for people; None where unknown
         self._template: ChatTemplate | None = None
         self._latest: Answer | None = None
         try:
@@ -345,6 +346,7 @@ class Engine(Closing):
                     warnings=warnings,
                     machine=machine,
                 )
+                engine.device = native.describe_device(backend)
                 if best is not None:
                     engine.settings_reason = _settings_reason(best, threads, kv_type, flash_attn)
                 if needs_template:

@@ -37,9 +37,16 @@ class Measured:
         self.failure: BaseException | None = None
 
     def __call__(
-        self, path: Path, options: Options, progress: Callable[[str, float | None], None]
+        self,
+        path: Path,
+        options: Options,
+        progress: Callable[[str, float | None], None],
+        *,
+        warn: Callable[[str], None],
     ) -> ProfileReport:
         self.calls.append((path, options))
+        for warning in self.report.warnings:
+            warn(warning)
         progress("load", None)
         progress("profile", 0.5)
         progress("fidelity", 0.9)
@@ -150,6 +157,14 @@ def test_an_interrupted_measurement_is_shown_and_ends_with_130(
     result = invoke("m.gguf", "--json")
     assert result.exit_code == 130
     assert json.loads(result.stdout)["interrupted"] is True
+
+
+def test_a_warning_comes_before_the_minutes_it_is_about(measured: Measured) -> None:
+    measured.report = replace(measured.report, warnings=("longer than it was trained for",))
+    measured.failure = Interrupted("interrupted")
+    result = invoke("m.gguf")
+    assert result.exit_code == 130
+    assert result.stderr == "knapspec-edge: warning: longer than it was trained for\n"
 
 
 @pytest.mark.parametrize("failure", [Interrupted("interrupted"), KeyboardInterrupt()])
@@ -360,6 +375,14 @@ def test_the_context_that_nobody_asked_for_fits_where_the_layers_lie(
     model = SimpleNamespace(
         n_ctx_train=131072, metadata=LLAMA_8B, architecture="llama", gpu_layers=gpu_layers
     )
-    run = profile._Run(model, Options(), lambda *_: None, Config(), Store(enabled=False), 0.0)  # type: ignore[arg-type]
+    run = profile._Run(
+        model,  # type: ignore[arg-type]
+        Options(),
+        lambda *_: None,
+        lambda _: None,
+        Config(),
+        Store(enabled=False),
+        0.0,
+    )
     assert at_least <= run._context_size("f16") <= at_most
     assert len(run.notes) == 1

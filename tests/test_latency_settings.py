@@ -264,6 +264,7 @@ class TestLoader:
         monkeypatch.setattr(native, "open_model", lambda path, **_: vocabulary)
         monkeypatch.setattr(native, "open_context", open_context)
         monkeypatch.setattr(native, "machine_key", lambda: {"library": "d"})
+        monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
         return seen
 
     def keep(self, *candidates: Candidate) -> None:
@@ -296,6 +297,30 @@ class TestLoader:
             assert asked["flash_attn"] == "on"
         with Engine.open("m.gguf", spec="off", gpu_layers=3):
             assert asked["flash_attn"] == "auto", "measured with other layers on the GPU"
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"threads": 10**12},
+            {"threads_batch": 0},
+            {"threads": float("inf")},
+            {"contexts": [128, 1024, 10**19]},
+            {"contexts": [1024, 128, 8192]},
+            {"plain_ms": [5.0, float("inf"), 22.0]},
+            {"speculation_ms": [5.0, -1.0, 22.0]},
+            {"plain_ms": [float("nan"), 7.0, 22.0]},
+            {"flash_attn": "perhaps"},
+        ],
+    )
+    def test_an_impossible_setting_is_ignored_with_a_warning(
+        self, asked: dict[str, Any], change: dict[str, Any]
+    ) -> None:
+        record = to_json([TestChoice.ON])
+        record["candidates"][0].update(change)
+        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None, None), record)
+        with self.open() as engine:
+            assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
+            assert "no valid measurement; measuring again" in engine.take_warnings()[0]
 
     def test_auto_that_does_not_speculate_decodes_in_the_best_setting_for_that(
         self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -505,10 +505,11 @@ class TestDecision:
         assert measured.costs.saving_ms(1, measured.context_tokens) == pytest.approx(1.0, rel=0.25)
 
     def test_a_starved_machine_is_a_reason_not_an_error(self) -> None:
-        """Every pass takes so long that none of several tokens was timed."""
+        """Every pass takes so long that no sublayer was left out in time."""
         decision = decide_for(toy(Costs(3e4, 3e4, 1e4, 0, 1e4, 0.3)))
         assert decision.state == "off"
-        assert "no time to measure a verification pass" in decision.reason
+        assert decision.reason.startswith("off: ")
+        assert "no time to measure" in decision.reason
         assert decision.draft is None
 
     @pytest.mark.parametrize("first", ["decode", "prefill"])
@@ -695,7 +696,7 @@ class TestStore:
         assert second.text != first.text
         total = kept.load_fidelity(store, keys_of(backend)["fidelity"], backend)
         assert total.counts == first.fidelity.counts, "`profile` sees to it that its texts differ"
-        assert total.runs == 2
+        assert total.runs == 1
 
     def test_a_foreign_key_in_the_right_place_is_ignored(self, tmp_path: Path) -> None:
         warnings: list[str] = []
@@ -719,6 +720,7 @@ class TestStore:
             wrong += [{**good, "finalists": [{}]}, {**good, "fidelity": 7}, {**good, "window": "a"}]
         for content in wrong:
             warnings.clear()
+            store = Store(tmp_path, warn=warnings.append)  # each says a thing once
             store.save(key, content)
             assert not quick(store).from_cache
             assert len(warnings) == 1

@@ -44,6 +44,7 @@ from knapspec_edge.apps.profile_report import (
 from knapspec_edge.errors import KnapspecError, UsageError
 from knapspec_edge.latency.costs import Costs
 from knapspec_edge.latency.fidelity import Fidelity, ItemCount
+from knapspec_edge.latency.profiler import INTERRUPTED
 from knapspec_edge.records import Kind
 
 
@@ -157,6 +158,10 @@ def test_device_setting_threads_and_where_it_is_kept() -> None:
     assert "MTL0; 4 of 4 layers on a GPU; unified memory" in text
     assert "not kept the cache folder could not be written" in text
     assert text.startswith("What passes cost on this machine (interrupted: from what was measured")
+    result = changed.results[0]
+    early = replace(result, profile=replace(result.profile, notes=(INTERRUPTED,)))
+    text = unwrapped(text_of(replace(changed, results=(early,))))
+    assert "not kept interrupted too early; it will be measured again" in text
 
 
 def test_the_best_setting_for_each_purpose_and_by_how_much() -> None:
@@ -456,8 +461,33 @@ def test_a_plot_is_refused_before_measuring(tmp_path: Path, monkeypatch: Any) ->
         plots.check(tmp_path / ("x" * 300 + ".png"))
     with pytest.raises(UsageError, match="cannot write the plot"):
         plots.check(tmp_path / "a\0b.png")
+    (tmp_path / "device.png").symlink_to(os.devnull)
+    with pytest.raises(UsageError, match=r"device\.png: it is not a file"):
+        plots.check(tmp_path / "device.png")
     plots.check(tmp_path / "plot.html")
-    assert [p.name for p in tmp_path.iterdir()] == ["folder.svg"]
+    assert {p.name for p in tmp_path.iterdir()} == {"folder.svg", "device.png"}
+
+
+def test_a_read_only_plot_is_left_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    matplotlib_or_skip()
+    path = tmp_path / "plot.png"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)  # root may write all
+    with pytest.raises(UsageError, match=r"plot\.png: the file is read-only"):
+        plots.check(path)
+    assert path.read_bytes() == b"old"
+
+
+def test_a_link_keeps_leading_to_the_plot(tmp_path: Path) -> None:
+    matplotlib_or_skip()
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link.svg"
+    link.symlink_to(Path("there") / "plot.svg")
+    plots.check(link)
+    plots.save(profile_report(), link)
+    assert link.is_symlink()
+    assert b"<svg" in (tmp_path / "there" / "plot.svg").read_bytes()
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["plot.svg"]
 
 
 def test_a_missing_matplotlib_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:

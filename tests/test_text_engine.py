@@ -341,6 +341,7 @@ def openable(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(native, "open_model", lambda path, **_: vocab)
     monkeypatch.setattr(native, "open_context", open_context)
     monkeypatch.setattr(native, "machine_key", lambda: {"library": "d"})
+    monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
     closed.clear()
     return asked
 

@@ -58,6 +58,10 @@ def check(path: Path) -> None:
     try:
         if path.is_dir():
             raise UsageError(f"cannot write the plot {path}: it is a folder")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"cannot write the plot {path}: it is not a file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UsageError(f"cannot write the plot {path}: the file is read-only")
         temporary = _temporary(path)
         with open(temporary, "xb"):
             pass
@@ -85,7 +89,7 @@ def save(report: ProfileReport, path: Path) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            os.replace(temporary, _target(path))
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
@@ -104,8 +108,14 @@ def _suffix(path: Path) -> str:
     return suffix
 
 
+def _target(path: Path) -> Path:
+    """Where a link leads: it is the file behind it that is replaced, not the link."""
+    return Path(os.path.realpath(path))
+
+
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.new")
+    target = _target(path)
+    return target.with_name(f".{target.name}.{os.getpid()}.new")
 
 
 # -- the figure

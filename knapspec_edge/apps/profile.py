@@ -25,7 +25,7 @@ from ..latency.fidelity import (
 )
 from ..latency.paired import paired_steps
 from ..latency.profile import LatencyProfile
-from ..latency.profiler import measure_latency
+from ..latency.profiler import MIN_CONTEXT_TOKENS, measure_latency
 from ..latency.store import INVALID, Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
 from ..records import GREEDY, SubLayer
@@ -110,23 +110,30 @@ def run(
     options: Options,
     progress: Progress = lambda stage, share: None,
     *,
+    warn: Callable[[str], None] = lambda warning: None,
     config: Config = DEFAULTS,
     store: Store | None = None,
 ) -> ProfileReport:
     """Measure a model on this machine and keep the result.
 
+    `warn` takes each warning when it is due; the report lists them all.
+
     Raises ModelError for a file that cannot be used or a model whose sublayers are not recognised,
     ContextError, UsageError, LibraryError; Interrupted where nothing useful had been measured yet.
-    Interrupted later, what there is comes back, and is kept.
+    Interrupted later, what there is comes back; what was finished is kept.
     """
     from .. import gguf_check, native
 
+    if options.ctx is not None and options.ctx < MIN_CONTEXT_TOKENS:
+        raise UsageError(
+            f"--ctx is {options.ctx}; measuring takes at least {MIN_CONTEXT_TOKENS} tokens"
+        )
     started = time.monotonic()
     info = gguf_check.inspect(Path(model_path))
     with native.open_model(
         info.path, gpu_layers=options.gpu_layers, progress=_loading(progress)
     ) as model:
-        run_ = _Run(model, options, progress, config, store, started)
+        run_ = _Run(model, options, progress, warn, config, store, started)
         run_.model_key = {
             "model": gguf_check.fingerprint(info),
             **native.machine_key(),
@@ -154,6 +161,7 @@ class _Run:
         model: Model,
         options: Options,
         progress: Progress,
+        warn: Callable[[str], None],
         config: Config,
         store: Store | None,
         started: float,
@@ -164,7 +172,8 @@ class _Run:
         self.config = config
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.store = store or Store(warn=self.warnings.append)
+        self.warn = warn
+        self.store = store or Store(warn=self._warn)
         self.started = started
         self.budget_seconds = 0.0
         self.measuring_since = started
@@ -176,10 +185,12 @@ class _Run:
         # plain steps of each setting relative to the first one's, by context
         self.ratios: dict[int, list[float]] = {}
         self.kept = True
+        self.unfinished: LatencyProfile | None = None  # of the first setting, if interrupted there
         self.prompt_token_ms = 0.0  # of the latest prompt
 
     def execute(self) -> ProfileReport:
         found: list[tuple[dict[str, Any], LatencyProfile]] = []
+        refusals: list[ContextError] = []
         interrupted = False
         settings = self._settings()
         self.n_ctx = self._context_size(settings[0][1])
@@ -192,15 +203,21 @@ class _Run:
                     if n == 0 and len(settings) == 1:
                         raise
                     self.notes.append(f"flash attention {flash_attn}, {kv_type} keys: {error}")
+                    refusals.append(error)
                     continue
                 found.append(result)
             if not found:
-                raise ContextError(self.notes[-1])
+                alike = len({str(error) for error in refusals}) == 1
+                raise refusals[0] if alike else ContextError(self.notes[-1])
             self._compare(found)
             self._measure_fidelity(found)
         except (Interrupted, KeyboardInterrupt):
             if not found:
-                raise Interrupted("interrupted") from None
+                if self.unfinished is None:
+                    raise Interrupted("interrupted") from None
+                # too little for anybody to decide by, so it is shown and not kept
+                found.append((self.unfinished.settings, self.unfinished))
+                self.kept = False
             interrupted = True
         return self._report(found, interrupted)
 
@@ -222,10 +239,8 @@ class _Run:
 
         trained = self.model.n_ctx_train
         if self.options.ctx is not None:
-            if self.options.ctx < 1:
-                raise UsageError(f"--ctx is {self.options.ctx}; it has to be at least 1 token")
             if trained and self.options.ctx > trained:
-                self.warnings.append(
+                self._warn(
                     f"the context of {self.options.ctx} tokens is larger than the {trained} the "
                     "model was trained for"
                 )
@@ -296,11 +311,19 @@ class _Run:
                 tokens=self._calibration(backend),
                 config=self.config,
                 progress=lambda share: self.progress("profile", share_here * (first + share / of)),
+                unfinished=self._take_unfinished,
             )
             self.kept = kept.save_latency(
                 self.store, kept.latency_key(backend, self.model_key), profile
             )
             return dict(backend.settings), profile
+
+    def _take_unfinished(self, profile: LatencyProfile) -> None:
+        self.unfinished = profile
+
+    def _warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        self.warn(warning)
 
     def _compare(self, found: Sequence[tuple[dict[str, Any], LatencyProfile]]) -> None:
         """Plain steps of all settings in turn: their profiles were measured one after another."""

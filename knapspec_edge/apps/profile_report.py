@@ -18,6 +18,7 @@ from ..latency.classes import LayerClass
 from ..latency.costs import ClassCost, Costs
 from ..latency.fidelity import Fidelity
 from ..latency.profile import Sample
+from ..latency.profiler import INTERRUPTED
 from ..latency.regression import Line, fit_line, t95
 from ..records import Kind, SubLayer
 from .profile import ProfileReport, SettingResult
@@ -204,6 +205,12 @@ def _threads(result: SettingResult) -> str:
     return f"{_count(result.threads, 'thread')} ({result.threads_batch} for several tokens)"
 
 
+def _why_not_kept(report: ProfileReport) -> str:
+    if any(INTERRUPTED in result.profile.notes for result in report.results):
+        return "interrupted too early; it will be measured again"
+    return "the cache folder could not be written; it will be measured again"
+
+
 def _overview(report: ProfileReport) -> Section:
     device = report.device
     devices = ", ".join(str(d) for d in device.get("devices", ())) or "unknown"
@@ -226,7 +233,7 @@ def _overview(report: ProfileReport) -> Section:
     pairs.append(
         ("kept in", report.kept_in)
         if report.kept_in is not None
-        else ("not kept", "the cache folder could not be written; it will be measured again")
+        else ("not kept", _why_not_kept(report))
     )
     parts: list[Table | Facts] = [Facts(_clean_pairs(pairs))]
     comparison = _comparison(report)

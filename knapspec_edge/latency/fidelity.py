@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..backend import Backend
 from ..decode.rollback import rewind
 from ..records import GREEDY, SKIP, Kind, Plan, SubLayer
+from .store import MAX_COUNT
 
 # The beginning of a prompt (begin token, chat header) survives shortening, and so does its end.
 _KEPT_HEAD_TOKENS = 8
@@ -134,7 +135,7 @@ class Fidelity:
             for i, mode, context, agreed, total in data["counts"]
         )
         for c in counts:
-            known = 0 <= c.index < n_sublayers and c.context_tokens >= 0
+            known = 0 <= c.index < n_sublayers and 0 <= c.context_tokens <= MAX_COUNT
             if not (known and 0 <= c.agreed <= c.total):
                 raise ValueError("a count is impossible")
         found = cls(

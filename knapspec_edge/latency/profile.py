@@ -9,6 +9,7 @@ from typing import Any
 
 from ..records import Kind, Plan
 from .classes import LayerClass
+from .store import MAX_COUNT
 from .timing import Timing
 
 
@@ -106,8 +107,10 @@ class LatencyProfile:
             )
             for s in data["samples"]
         )
-        if any(s.width < 1 or s.context_tokens < 0 for s in samples):
-            raise ValueError("a pass of no tokens, or behind fewer than none")
+        if not all(
+            1 <= s.width <= MAX_COUNT and 0 <= s.context_tokens <= MAX_COUNT for s in samples
+        ):
+            raise ValueError("a pass of no tokens, or behind an impossible number of them")
         covered = sorted(i for c in classes for i in c.members)
         if covered != list(range(n)):
             raise ValueError("the classes do not cover the sublayers")

@@ -22,7 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ import numpy as np
 from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
-from ..errors import ContextError
+from ..errors import ContextError, Interrupted
 from ..records import GREEDY, Plan
 from .classes import layer_classes
 from .costs import CELLS_PER_STEP, SAMPLE_PRIOR, Costs
@@ -40,6 +40,9 @@ from .timing import Clock, Timing, without_outliers
 
 # Share of the work that is done, 0..1.
 Progress = Callable[[float], None]
+
+MIN_CONTEXT_TOKENS = 16  # smallest context that can be measured
+INTERRUPTED = "the measurement was interrupted"  # a note
 
 _NARROW = tuple(range(1, 17))
 _WIDE = (24, 32)
@@ -116,12 +119,15 @@ def measure_latency(
     max_width: int | None = None,
     config: Config = DEFAULTS,
     progress: Progress | None = None,
+    unfinished: Callable[[LatencyProfile], None] | None = None,
     clock: Clock = time.perf_counter,
 ) -> LatencyProfile:
     """Time passes of a model whose cache is empty; it is empty again afterwards, come what may.
 
     `tokens` are fed (text, so that experts are chosen as they will be); without them pseudo-random
     ids are. `limit_tokens` is the longest context to measure at (None: the backend's).
+    `unfinished` takes what there is when an interrupt ends it, before that is raised again, unless
+    not even a plain step was timed.
     Raises ContextError where the context has no room for the smallest measurement, ValueError if
     the cache is not empty or the model has no sublayers, Interrupted and NativeError from the
     backend.
@@ -132,9 +138,10 @@ def measure_latency(
         raise ValueError("this model has no sublayers to measure")
     widest = min(max_width or _WIDE[-1], backend.max_verify_tokens)
     n_ctx = min(backend.n_ctx, limit_tokens or backend.n_ctx)
-    if n_ctx < 16:
+    if n_ctx < MIN_CONTEXT_TOKENS:
         raise ContextError(
-            f"measuring takes a context of 16 tokens, this one has {n_ctx}; raise --ctx"
+            f"measuring takes a context of {MIN_CONTEXT_TOKENS} tokens, this one has {n_ctx}; "
+            "raise --ctx"
         )
     try:
         profiler = _Profiler(
@@ -148,7 +155,13 @@ def measure_latency(
             progress or (lambda _: None),
             clock,
         )
-        return profiler.run()
+        try:
+            return profiler.run()
+        except (Interrupted, KeyboardInterrupt):
+            found = profiler.unfinished()
+            if unfinished is not None and found is not None:
+                unfinished(found)
+            raise
     finally:
         rewind(backend, 0)
 
@@ -208,6 +221,13 @@ class _Profiler:
         self._progress(1.0)
         return self._profile(self._notes)
 
+    def unfinished(self) -> LatencyProfile | None:
+        """What the visits so far make, without a claim to cover anything."""
+        if not self._visits:
+            return None
+        profile = self._profile([*self._notes, INTERRUPTED])
+        return replace(profile, limit_tokens=profile.contexts[-1], asked_tokens=0, asked_width=0)
+
     def _profile(self, notes: Sequence[str]) -> LatencyProfile:
         return LatencyProfile(
             n_sublayers=len(self.backend.sublayers),
@@ -233,8 +253,8 @@ class _Profiler:
         # a step at the other end takes no less
         if len(grid) > 1 and 2.0 * first_ms * self._core_steps() > 3.0 * left_ms:
             self._notes.append(
-                f"a step takes {first_ms:.0f} ms, too long for the budget of "
-                f"{self.budget_seconds:.0f} s: costs beyond {grid[0]} tokens are extrapolated"
+                f"a step takes {first_ms:.0f} ms, too long for the {self._seconds()} there are: "
+                f"costs beyond {grid[0]} tokens are extrapolated"
             )
             return grid[:1]
         while len(grid) > 1:
@@ -248,10 +268,14 @@ class _Profiler:
                 break
             self._notes.append(
                 f"a context of {grid[-1]} tokens takes {last_ms:.0f} ms a step, too long for the "
-                f"budget of {self.budget_seconds:.0f} s: costs there are extrapolated"
+                f"{self._seconds()} there are: costs there are extrapolated"
             )
             del grid[-1]
         return grid
+
+    def _seconds(self) -> str:
+        """The budget for people: often only a share of what was asked for."""
+        return f"{self.budget_seconds:.{1 if self.budget_seconds < 10.0 else 0}f} s"
 
     def _glance(self, context: int) -> float:
         """One plain step at a context, in ms; also brings weights and cells into memory."""
@@ -352,9 +376,11 @@ class _Profiler:
             left_ms += 1000.0 * (self.config.profile_overrun - 1.0) * self.budget_seconds
             needed = self._indispensable(missing)
             if left_ms <= 0.0:
-                # on a starved machine even that has an end
+                # on a starved machine even that has an end, but for a step and a wider pass
                 most_ms = 1000.0 * self.config.profile_overrun * self.budget_seconds
-                if not needed or (left_ms <= -most_ms and self._visits):
+                if left_ms <= -most_ms:
+                    needed = [t for t in needed if not t.skipped]
+                if not needed:
                     return None
                 missing = needed
             missing = [*needed, *(t for t in missing if t not in needed)]
@@ -393,18 +419,18 @@ class _Profiler:
         return len(tasks)
 
     def _indispensable(self, missing: Sequence[_Task]) -> list[_Task]:
-        """What a model cannot be fitted without: a step, each class left out somewhere, and one
-        pass of several tokens."""
+        """What a model cannot be fitted without: a step, one pass of several tokens, and each class
+        left out somewhere. The pass comes early: without it nothing can be said about a draft."""
         seen = [t for t in self._tasks if t.ratios]
         covered = {i for t in seen if t.width == 1 for i in t.skipped}
         needed = []
         if not any(t.is_step for t in seen):
             needed += [t for t in missing if t.is_step][:1]
+        if not any(t.width > 1 for t in seen):
+            needed += [t for t in missing if t.width > 1][:1]
         for cls in self.classes:
             if not covered & set(cls.members):
                 needed += [t for t in missing if t.skipped == cls.members][:1]
-        if not any(t.width > 1 for t in seen):
-            needed += [t for t in missing if t.width > 1][:1]
         return needed
 
     def _surprises(self) -> dict[_Task, float]:

@@ -26,6 +26,8 @@ Warn = Callable[[str], None]
 # What reading a record raises that holds something else than it should; an infinite number, which
 # JSON has no word for but Python's reader accepts, overflows where a whole one is expected.
 INVALID = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+# Nothing that is kept counts further, in tokens for instance; larger numbers fit no array.
+MAX_COUNT = 2**31 - 1
 
 
 def default_folder() -> Path:
@@ -44,6 +46,7 @@ class Store:
         self._warn = warn or logging.getLogger(__name__).warning
         self._enabled = enabled
         self._failed = False  # said once, not for every measurement
+        self._said: set[str] = set()  # a file is looked at more than once
 
     def path(self, key: Mapping[str, Any]) -> Path:
         digest = hashlib.sha256(_canonical(key).encode()).hexdigest()
@@ -56,13 +59,13 @@ class Store:
         path = self.path(key)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # nothing was ever kept there
             return None
         except OSError as error:
-            self._warn(f"cannot read {path} ({error.strerror}); measuring again")
+            self._say(f"cannot read {path} ({error.strerror}); measuring again")
             return None
         except (ValueError, RecursionError):
-            self._warn(f"{path} is damaged; measuring again")
+            self._say(f"{path} is damaged; measuring again")
             return None
         if (
             not isinstance(data, dict)
@@ -71,14 +74,19 @@ class Store:
             or data.get("key") != json.loads(_canonical(key))
             or not isinstance(data.get("content"), dict)
         ):
-            self._warn(f"{path} is not a measurement of this model and setting; measuring again")
+            self._say(f"{path} is not a measurement of this model and setting; measuring again")
             return None
         content: dict[str, Any] = data["content"]
         return content
 
     def ignore(self, key: Mapping[str, Any]) -> None:
         """Warn that what `load` returned for this key makes no sense."""
-        self._warn(f"{self.path(key)} holds no valid measurement; measuring again")
+        self._say(f"{self.path(key)} holds no valid measurement; measuring again")
+
+    def _say(self, warning: str) -> None:
+        if warning not in self._said:
+            self._said.add(warning)
+            self._warn(warning)
 
     def save(self, key: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
         """Write atomically; False with one warning where that is not possible."""

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 point_to_library()
 
-__all__ = ["library_digest", "library_info", "machine_key", "open_context", "open_model"]
+__all__ = [
+    "describe_device",
+    "library_digest",
+    "library_info",
+    "machine_key",
+    "open_context",
+    "open_model",
+]
 
 
 def open_model(
@@ -55,3 +62,10 @@ def open_context(model: Model, **settings: Any) -> LlamaBackend:
     from .context import LlamaBackend
 
     return LlamaBackend(model, **settings)
+
+
+def describe_device(backend: LlamaBackend) -> str:
+    """Where the layers of an open context lie, in a few words."""
+    from . import devices
+
+    return devices.describe(devices.placement(backend))

@@ -132,3 +132,14 @@ def placement(backend: LlamaBackend) -> dict[str, Any]:
         n_layers=backend.model.n_layer,
         gpu_layers=backend.model.gpu_layers,
     )
+
+
+def describe(placement: Mapping[str, Any]) -> str:
+    """A placement in a few words: "CPU", or "30 of 32 layers on CUDA0, unified memory"."""
+    offloaded, n_layers = placement["offloaded_layers"], placement["n_layers"]
+    names = [str(name) for name in placement["devices"]]
+    if not offloaded:
+        return ", ".join(names) or "CPU"
+    gpus = [name for name in names if not name.startswith("CPU")]
+    text = f"{offloaded} of {n_layers} layers on {', '.join(gpus)}"
+    return f"{text}, unified memory" if placement["unified_memory"] else text

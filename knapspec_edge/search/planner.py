@@ -281,7 +281,12 @@ def choose(
     best = ranked[0]
     noise = _disturbance(measured, finalists, config)
     on = noise is None and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
-    if noise is not None:
+    if not any(cost.points for cost in measured.costs.class_costs):
+        reason = (
+            "off: one step takes so long that there was no time to measure what sublayers cost; it "
+            "will be tried again later"
+        )
+    elif noise is not None:
         reason = (
             f"off: the machine was too busy to measure (a step took {noise[0]:.1f} to "
             f"{noise[1]:.1f} ms); it will be measured again later"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DEFAULTS, THREADS_MAX, Config
+from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX, Config
 from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import SubLayer
@@ -181,13 +181,13 @@ def from_json(data: Mapping[str, Any]) -> tuple[Candidate, ...]:
         )
         if not c.contexts or not len(c.contexts) == len(c.plain_ms) == len(c.speculation_ms):
             raise ValueError("times and contexts of a setting do not match")
-        if list(c.contexts) != sorted(set(c.contexts)):
+        if list(c.contexts) != sorted({n for n in c.contexts if 0 <= n <= CTX_TOKENS_MAX}):
             raise ValueError("the contexts of a setting do not ascend")
-        if not all(math.isfinite(ms) and ms > 0.0 for ms in c.plain_ms + c.speculation_ms):
+        if not all(0.0 < ms < math.inf for ms in (*c.plain_ms, *c.speculation_ms)):
             raise ValueError("a time is impossible")
-        if not all(1 <= n <= THREADS_MAX for n in (c.threads, c.threads_batch)):
-            raise ValueError("a setting with an impossible number of threads")
         if c.flash_attn not in ("on", "off"):
-            raise ValueError("flash attention is on or off")
+            raise ValueError("flash attention is neither on nor off")
+        if not (1 <= c.threads <= THREADS_MAX and 1 <= c.threads_batch <= THREADS_MAX):
+            raise ValueError("a setting needs threads")
         found.append(c)
     return tuple(found)

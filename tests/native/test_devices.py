@@ -15,7 +15,7 @@ import pytest
 from knapspec_edge.apps import doctor
 from knapspec_edge.errors import LibraryError
 from knapspec_edge.native import library, open_context, open_model, rpc
-from knapspec_edge.native.devices import buffer_types, place, placement
+from knapspec_edge.native.devices import buffer_types, describe, place, placement
 from knapspec_edge.native.threads import choose_threads
 from knapspec_edge.records import Kind, SubLayer, Traits
 
@@ -32,6 +32,20 @@ def located(buffers: list[str], devices: list[dict[str, Any]], **more: Any) -> d
     traits = [Traits(signature=1, weight_bytes=1, device=name) for name in buffers]
     settings = {"n_layers": len(buffers) // 2, "gpu_layers": -1, **more}
     return place(sublayers, traits, TYPES, devices, **settings)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "devices", "text"),
+    [
+        (["CPU", "CPU_Mapped"], [CPU], "CPU"),
+        (["CUDA0"] * 4, [CPU, CUDA], "2 of 2 layers on CUDA0"),
+        (["CPU", "CPU", "CUDA0", "CUDA0"], [CPU, CUDA], "1 of 2 layers on CUDA0"),
+        (["MTL0"] * 2, [CPU, METAL], "1 of 1 layers on MTL0, unified memory"),
+        ([], [CPU], "CPU"),
+    ],
+)
+def test_in_a_few_words(buffers: list[str], devices: list[dict[str, Any]], text: str) -> None:
+    assert describe(located(buffers, devices, gpu_layers=-1 if len(devices) > 1 else 0)) == text
 
 
 # -- the real library

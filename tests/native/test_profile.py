@@ -10,7 +10,7 @@ import pytest
 from knapspec_edge.apps import profile
 from knapspec_edge.apps.profile import Options
 from knapspec_edge.engine import Engine, Settings
-from knapspec_edge.errors import ContextError, Interrupted
+from knapspec_edge.errors import Interrupted, UsageError
 from knapspec_edge.records import Sampling
 
 TOKENS = [3 + (7 * i * i) % 90 for i in range(60)]
@@ -86,7 +86,7 @@ def test_architectures(
 def test_a_context_that_is_too_small_is_one_line(
     patched_library: Path, tiny_models: Path, user_cache: Path, ctx: int, budget: float | None
 ) -> None:
-    with pytest.raises(ContextError, match="raise --ctx") as caught:
+    with pytest.raises(UsageError, match="at least 16 tokens") as caught:
         profile.run(
             tiny_models / "llama-dense.gguf",
             Options(ctx=ctx, budget_seconds=budget, flash_attn="off"),
