@@ -510,7 +510,7 @@ class TestDecision:
         assert decision.state == "off"
         assert decision.reason.startswith("off: ")
         assert "no time to measure" in decision.reason
-        assert decision.draft is None
+        assert decision.draft is not None, "for --spec on, which is honoured where it can be"
 
     @pytest.mark.parametrize("first", ["decode", "prefill"])
     def test_a_wrong_estimate_does_not_cost_minutes(self, first: str) -> None:
