@@ -280,9 +280,10 @@ def choose(
     noise = _disturbance(measured, finalists, config)
     on = noise is None and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
     if noise is not None:
+        low, high = (f"{ms:.1f}" for ms in noise)
+        seen = f"a step took {low} to {high} ms" if low != high else "noise hid what its parts cost"
         reason = (
-            f"off: the machine was too busy to measure (a step took {noise[0]:.1f} to "
-            f"{noise[1]:.1f} ms); it will be measured again later"
+            f"off: the machine was too busy to measure ({seen}); it will be measured again later"
         )
     else:
         reason = _reason(best, on, len(sublayers), config)
