@@ -474,9 +474,10 @@ class Engine(Closing):
     ) -> LatencyProfile:
         """Measure what passes cost in this context with its present settings, and keep it.
 
-        Forgets the conversation's keys and ends an unfinished answer; the next "auto" or "on" decides afresh. Other settings are
-        compared by `knapspec-edge profile`. Raises PlanError for a model whose sublayers are not
-        recognised, UsageError for a budget that is not positive, Interrupted.
+        Forgets the conversation's keys and ends an unfinished answer; the next "auto" or "on"
+        decides afresh. Other settings are compared by `knapspec-edge profile`. Raises PlanError for
+        a model whose sublayers are not recognised, UsageError for a budget that is not positive and
+        finite, ContextError for a context of less than 16 tokens, Interrupted.
         """
         from .latency import kept
         from .latency.profiler import measure_latency

@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import naive
@@ -847,6 +848,17 @@ class TestKept:
         assert kept.add_fidelity(store, key, backend, one) == one
         both = kept.add_fidelity(store, key, backend, two)
         assert both == one.plus(two) == kept.load_fidelity(store, key, backend)
+
+    def test_counts_of_runs_that_end_together_are_all_kept(self, tmp_path: Path) -> None:
+        backend = self.backend()
+        key = kept.fidelity_key(backend, "m")
+
+        def add(_: int) -> None:
+            kept.add_fidelity(Store(tmp_path), key, backend, fidelity((0, 128, 1, 2)))
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(add, range(12)))
+        assert kept.load_fidelity(Store(tmp_path), key, backend).runs == 12
 
     @pytest.mark.parametrize(
         "content", [{}, {"counts": 3}, {**fidelity((0, 1, 1, 1)).to_json(), "counts": [[9] * 5]}]

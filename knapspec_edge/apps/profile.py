@@ -536,6 +536,12 @@ class _Run:
     def _keep_settings(self, candidates: Sequence[best_settings.Candidate]) -> None:
         """Those of other types of keys and values that were measured before stay."""
         key = best_settings.settings_key(self.model_key, self.options.gpu_layers)
+        with self.store.updating(key):
+            self._merge_settings(key, candidates)
+
+    def _merge_settings(
+        self, key: dict[str, Any], candidates: Sequence[best_settings.Candidate]
+    ) -> None:
         known: tuple[best_settings.Candidate, ...] = ()
         stored = self.store.load(key)
         if stored is not None:

@@ -86,6 +86,7 @@ def add_fidelity(
     store: Store, key: Mapping[str, Any], backend: Backend, found: Fidelity
 ) -> Fidelity:
     """Add a run's counts to what is stored; all of them together."""
-    total = load_fidelity(store, key, backend).plus(found)
-    store.save(key, total.to_json())
+    with store.updating(key):
+        total = load_fidelity(store, key, backend).plus(found)
+        store.save(key, total.to_json())
     return total

@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ FORMAT = "knapspec-edge measurement"
 VERSION = 1
 
 Warn = Callable[[str], None]
+
+_LOCK_SECONDS = 5.0  # an update takes milliseconds
 
 # What reading a record out of JSON of any other shape may raise.
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -86,6 +88,23 @@ class Store:
         if warning not in self._said:
             self._said.add(warning)
             self._warn(warning)
+
+    @contextmanager
+    def updating(self, key: Mapping[str, Any]) -> Iterator[None]:
+        """Keep other processes from updating this key, so that what is added to it is not lost.
+
+        Where no lock can be had, the update goes on without.
+        """
+        from filelock import FileLock
+
+        with ExitStack() as stack:
+            if self._enabled:
+                path = self.path(key)
+                with suppress(OSError, NotImplementedError):  # a file system without locks
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    lock = FileLock(path.with_name(f".{path.stem}.lock"), timeout=_LOCK_SECONDS)
+                    stack.enter_context(lock)
+            yield
 
     def save(self, key: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
         """Write atomically; False with one warning where that is not possible."""
