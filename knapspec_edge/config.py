@@ -50,7 +50,7 @@ class Config:
     profile_overrun: float = 1.5  # times the budget, after which even the indispensable is dropped
 
     profile_ctx_tokens: int = 32768  # longest context that `profile` takes by itself
-    profile_memory_share: float = 0.25  # of the memory, for a context that nobody asked for
+    profile_memory_share: float = 0.25  # of a device's, for a context that nobody asked for
     profile_budget_seconds: tuple[float, float] = (30.0, 180.0)  # for small and for large models
     profile_long_context_tokens: int = 2048  # at which item fidelity is counted a second time
 
@@ -60,6 +60,8 @@ class Config:
 
     # drift of the machine against its profile
     drift_kept_rounds: int = 64
+    # long enough for drift_min_rounds of the plain steps that auto takes between drafting rounds
+    drift_memory_rounds: int = 512
     drift_min_rounds: int = 16
     drift_bound: float = 0.3  # relative; beyond it, it is reported and measured again
 

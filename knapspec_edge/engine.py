@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,14 +216,16 @@ class Engine(Closing):
         resources: ExitStack | None = None,
         info: GgufInfo | None = None,
         warnings: Sequence[str] = (),
-        library: str = "",
+        machine: Mapping[str, Any] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
         self.backend = backend
         self.info = info
         self.config = config
         self._warnings = list(warnings)
-        self._library = library
+        # what measurements are kept under, beside the model
+        self._machine = dict(machine or {})
+        self._fingerprint: str | None = None
         self.session = Session(backend)
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
@@ -232,7 +234,7 @@ class Engine(Closing):
         self._decision: Decision | None = None  # once measured
         self._spec: str | os.PathLike[str] = "off"
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
-        self._drifted = False  # said and written down
+        self._drifted = False  # written down
         # which of the settings were measured to be best here, for people; None without a profile
         self.settings_reason: str | None = None
         self.device: str | None = None  # where the layers lie, for people; None where unknown
@@ -272,7 +274,8 @@ class Engine(Closing):
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
-        None: config.expected_context_tokens); without a profile llama.cpp's own choice.
+        None: config.expected_context_tokens); without a profile llama.cpp's own choice. Where
+        "auto" finds that speculation does not pay, the best settings for plain decoding hold.
 
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
@@ -304,59 +307,64 @@ class Engine(Closing):
                     f"the context of {ctx_tokens} tokens is larger than the {trained} the model "
                     "was trained for; answers may get worse beyond that"
                 )
-            model_key = {
-                "model": gguf_check.fingerprint(info),
-                "library": native.library_digest(),
-            }
-            best = None
-            if flash_attn == "auto" or kv_type == "auto":
-                best = _best_settings(
-                    model_key,
+            machine = native.machine_key()
+            context = resources.enter_context(ExitStack())
+
+            def best_for(purpose: str) -> Candidate | None:
+                if threads is not None and flash_attn != "auto" and kv_type != "auto":
+                    return None
+                return _best_settings(
+                    {"model": gguf_check.fingerprint(info), **machine},
                     gpu_layers,
+                    threads,
                     min(ctx_tokens, expected_tokens or config.expected_context_tokens),
-                    "plain" if spec == "off" else "speculation",
+                    purpose,
                     None if flash_attn == "auto" else flash_attn,
                     None if kv_type == "auto" else kv_type,
                     config,
                     warnings.append,
                 )
-            if best is not None:
-                flash_attn, kv_type = best.flash_attn, best.kv_type
-                # Fewer CPUs than when it was measured: more threads than those wait for each other.
-                most = native.usable_threads()
-                best = replace(
-                    best,
-                    threads=min(best.threads, most),
-                    threads_batch=min(best.threads_batch, most),
+
+            def open_with(best: Candidate | None) -> Engine:
+                fallback_kv_type = "f16" if kv_type == "auto" else kv_type
+                backend = context.enter_context(
+                    native.open_context(
+                        opened,
+                        ctx_tokens=ctx_tokens,
+                        threads=threads or (None if best is None else best.threads),
+                        threads_batch=threads or (None if best is None else best.threads_batch),
+                        kv_type=fallback_kv_type if best is None else best.kv_type,
+                        flash_attn=flash_attn if best is None else best.flash_attn,
+                        max_verify_tokens=config.max_verify_tokens,
+                    )
                 )
-            backend = resources.enter_context(
-                native.open_context(
+                engine = cls(
                     opened,
-                    ctx_tokens=ctx_tokens,
-                    threads=threads or (best.threads if best is not None else None),
-                    threads_batch=threads or (best.threads_batch if best is not None else None),
-                    kv_type="f16" if kv_type == "auto" else kv_type,
-                    flash_attn=flash_attn,
-                    max_verify_tokens=config.max_verify_tokens,
+                    backend,
+                    template=template,
+                    config=config,
+                    info=info,
+                    warnings=warnings,
+                    machine=machine,
                 )
-            )
-            engine = cls(
-                opened,
-                backend,
-                template=template,
-                config=config,
-                info=info,
-                warnings=warnings,
-                library=model_key["library"],
-            )
-            engine.device = native.describe_device(backend)
-            if best is not None:
-                engine.settings_reason = (
-                    f"flash attention {best.flash_attn}, {best.kv_type} keys: the best measured"
-                )
-            if needs_template:
-                engine.require_template()
-            engine.set_speculation(spec, progress=progress)
+                engine.device = native.describe_device(backend)
+                if best is not None:
+                    engine.settings_reason = _settings_reason(best, threads, kv_type, flash_attn)
+                if needs_template:
+                    engine.require_template()
+                engine.set_speculation(spec, progress=progress)
+                return engine
+
+            best = best_for("plain" if spec == "off" else "speculation")
+            engine = open_with(best)
+            if best is not None and spec == "auto" and engine.speculation.state == "off":
+                # Single sublayers promised more than whole drafts keep: plain decoding it is, and
+                # that in its own best setting.
+                plain = best_for("plain")
+                if plain is not None and plain != best:
+                    warnings = engine.take_warnings()
+                    context.close()
+                    engine = open_with(plain)
             engine._resources = resources.pop_all()
         return engine
 
@@ -500,10 +508,11 @@ class Engine(Closing):
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
         self._decision = self._drift = None
+        self._drifted = False
         return profile
 
-    def _model_key(self) -> dict[str, str]:
-        return {"model": self.fingerprint(), "library": self._library}
+    def _model_key(self) -> dict[str, Any]:
+        return {"model": self.fingerprint(), **self._machine}
 
     def _store(self) -> Store:
         from .latency.store import Store
@@ -527,8 +536,8 @@ class Engine(Closing):
     def _note_drift(self) -> None:
         """After an answer: have a machine that changed measured again, the next time it is opened.
 
-        Not more often than config.measure_retry_seconds, or a machine that is never at rest would
-        be measured at every start.
+        A profile younger than config.measure_retry_seconds stays, or a machine that is never at
+        rest would be measured at every start.
         """
         decision, tracker = self._decision, self._drift
         if self._drifted or tracker is None or decision is None or decision.measured is None:
@@ -538,11 +547,12 @@ class Engine(Closing):
             return
         from .latency import kept
 
-        self._drifted = True
-        age_seconds = time.time() - decision.measured.costs.profile.measured_at
+        profile = decision.measured.costs.profile
+        age_seconds = time.time() - profile.measured_at
         if not 0.0 <= age_seconds <= self.config.measure_retry_seconds:
+            self._drifted = True
             key = kept.latency_key(self.backend, self._model_key())
-            kept.mark_stale(self._store(), key, reason)
+            kept.mark_stale(self._store(), key, profile, reason)
 
     def _correct(self) -> None:
         """Before an answer: let what recent rounds took decide along (auto only)."""
@@ -576,9 +586,12 @@ class Engine(Closing):
 
     def fingerprint(self) -> str:
         """Identity of the model file in cache keys and plan files; empty without a file."""
-        from .gguf_check import fingerprint
+        if self._fingerprint is None:
+            from .gguf_check import fingerprint
 
-        return "" if self.info is None else fingerprint(self.info)
+            # once: the file may be gone while the model is still in use
+            self._fingerprint = "" if self.info is None else fingerprint(self.info)
+        return self._fingerprint
 
     # -- answers
 
@@ -690,8 +703,9 @@ class Engine(Closing):
 
 
 def _best_settings(
-    model_key: dict[str, str],
+    model_key: dict[str, Any],
     gpu_layers: int | None,
+    threads: int | None,
     context_tokens: int,
     purpose: str,
     flash_attn: str | None,
@@ -699,28 +713,48 @@ def _best_settings(
     config: Config,
     warn: Callable[[str], None],
 ) -> Candidate | None:
-    """The best measured setting for this use, or None without a profile."""
-    from .latency.store import UNREADABLE, Store
+    """The best measured setting for this use, or None without a profile.
+
+    With a number of threads that was asked for, a profile with that number comes first.
+    """
+    from .latency.store import INVALID, Store
     from .search import settings
 
     store = Store(warn=warn)
-    key = settings.settings_key(model_key, gpu_layers)
-    stored = store.load(key)
-    if stored is None:
-        return None
-    try:
-        candidates = settings.from_json(stored)
-    except UNREADABLE:
-        store.ignore(key)
-        return None
-    return settings.choose(
-        candidates,
-        context_tokens,
-        purpose,
-        flash_attn=flash_attn,
-        kv_type=kv_type,
-        config=config,
-    )
+    for asked in dict.fromkeys((threads, None)):
+        key = settings.settings_key(model_key, gpu_layers, asked)
+        stored = store.load(key)
+        if stored is None:
+            continue
+        try:
+            candidates = settings.from_json(stored)
+        except INVALID:
+            store.ignore(key)
+            continue
+        best = settings.choose(
+            candidates,
+            context_tokens,
+            purpose,
+            flash_attn=flash_attn,
+            kv_type=kv_type,
+            config=config,
+        )
+        if best is not None:
+            return best
+    return None
+
+
+def _settings_reason(best: Candidate, threads: int | None, kv_type: str, flash_attn: str) -> str:
+    """Which settings were left to the measurement, and what it chose."""
+    parts = []
+    if flash_attn == "auto":
+        parts.append(f"flash attention {best.flash_attn}")
+    if kv_type == "auto":
+        parts.append(f"{best.kv_type} keys")
+    if threads is None:
+        several = "" if best.threads_batch == best.threads else f"/{best.threads_batch}"
+        parts.append(f"{best.threads}{several} threads")
+    return f"{', '.join(parts)}: the best measured"
 
 
 def _check_spec(spec: str | os.PathLike[str]) -> None:

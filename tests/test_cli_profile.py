@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from knapspec_edge import models, terminal
 from knapspec_edge.apps import plots, profile
 from knapspec_edge.apps.profile import Options, ProfileReport
 from knapspec_edge.cli import cli
+from knapspec_edge.config import Config
 from knapspec_edge.errors import Interrupted, ModelError
+from knapspec_edge.latency.store import Store
+from knapspec_edge.native import library
 from knapspec_edge.terminal import Terminal, remaining_seconds
 
 
@@ -335,3 +339,50 @@ def test_json_of_unusual_numbers_stays_json(measured: Measured) -> None:
     shown = invoke("m.gguf")
     assert shown.exit_code == 0
     assert "nan" not in shown.stdout
+
+
+GIB = 2**30
+RAM = {"type": "CPU", "total_bytes": 64 * GIB, "free_bytes": 60 * GIB}
+# keys and values of a Llama 3 8B: 128 KiB per token
+LLAMA_8B = {
+    "llama.block_count": "32",
+    "llama.attention.head_count": "32",
+    "llama.attention.head_count_kv": "8",
+    "llama.embedding_length": "4096",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpu_layers", "at_least", "at_most"),
+    [
+        (None, -1, 32768, 32768),
+        # a quarter of 8 GiB, whatever the memory beside it
+        ({"type": "GPU", "total_bytes": 8 * GIB, "free_bytes": 5 * GIB}, -1, 16000, 16384),
+        # the weights left 1 GiB
+        ({"type": "integrated GPU", "total_bytes": 8 * GIB, "free_bytes": GIB}, -1, 4000, 4096),
+        ({"type": "GPU", "total_bytes": 8 * GIB, "free_bytes": 5 * GIB}, 0, 32768, 32768),
+    ],
+)
+def test_the_context_that_nobody_asked_for_fits_where_the_layers_lie(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: dict[str, Any] | None,
+    gpu_layers: int,
+    at_least: int,
+    at_most: int,
+) -> None:
+    devices = [RAM] if gpu is None else [gpu, RAM]
+    monkeypatch.setattr(library, "devices", lambda: devices)
+    model = SimpleNamespace(
+        n_ctx_train=131072, metadata=LLAMA_8B, architecture="llama", gpu_layers=gpu_layers
+    )
+    run = profile._Run(
+        model,  # type: ignore[arg-type]
+        Options(),
+        lambda *_: None,
+        lambda _: None,
+        Config(),
+        Store(enabled=False),
+        0.0,
+    )
+    assert at_least <= run._context_size("f16") <= at_most
+    assert len(run.notes) == 1

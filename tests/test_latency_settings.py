@@ -23,7 +23,7 @@ from knapspec_edge.latency.drift import Correction, DriftTracker
 from knapspec_edge.latency.fidelity import Fidelity, ItemCount
 from knapspec_edge.latency.paired import paired_steps
 from knapspec_edge.latency.profiler import measure_latency
-from knapspec_edge.latency.store import Store
+from knapspec_edge.latency.store import INVALID, Store
 from knapspec_edge.latency.threads import (
     ThreadTimes,
     best_threads,
@@ -62,6 +62,7 @@ class TestThreads:
         assert thread_candidates(2, 2) == [2, 1]
         assert thread_candidates(1, 1) == [1]
         assert thread_candidates(1, 4) == [1, 4]
+        assert thread_candidates(512, 768) == [512, 511, 256], "more than llama.cpp takes"
 
     def test_each_number_is_timed_by_what_it_costs(self) -> None:
         """Four threads halve a pass of several tokens and slow a single step down."""
@@ -194,9 +195,20 @@ class TestChoice:
             {},
             {"candidates": [{}]},
             {"candidates": [{**to_json(both)["candidates"][0], "plain_ms": [1.0]}]},
-            {"candidates": [{**to_json(both)["candidates"][0], "threads": 0}]},
+            *(
+                {"candidates": [{**to_json(both)["candidates"][0], **wrong}]}
+                for wrong in (
+                    {"threads": 0},
+                    {"threads": 513},
+                    {"threads_batch": math.inf},
+                    {"flash_attn": "maybe"},
+                    {"plain_ms": [1.0, math.nan, 2.0]},
+                    {"speculation_ms": [1.0, 0.0, 2.0]},
+                    {"contexts": [128, 64, 8192]},
+                )
+            ),
         ):
-            with pytest.raises((KeyError, TypeError, ValueError)):
+            with pytest.raises(INVALID):
                 from_json(wrong)
 
     def test_predictions_come_from_costs_and_counts(self) -> None:
@@ -253,13 +265,12 @@ class TestLoader:
         monkeypatch.setattr(gguf_check, "fingerprint", lambda info: "f" * 32)
         monkeypatch.setattr(native, "open_model", lambda path, **_: vocabulary)
         monkeypatch.setattr(native, "open_context", open_context)
-        monkeypatch.setattr(native, "library_digest", lambda: "d")
+        monkeypatch.setattr(native, "machine_key", lambda: {"library": "d"})
         monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
-        monkeypatch.setattr(native, "usable_threads", lambda: 8)
         return seen
 
     def keep(self, *candidates: Candidate) -> None:
-        key = settings_key({"model": "f" * 32, "library": "d"}, None)
+        key = settings_key({"model": "f" * 32, "library": "d"}, None, None)
         Store().save(key, to_json(candidates))
 
     def open(self, **options: Any) -> Engine:
@@ -289,16 +300,6 @@ class TestLoader:
         with Engine.open("m.gguf", spec="off", gpu_layers=3):
             assert asked["flash_attn"] == "auto", "measured with other layers on the GPU"
 
-    def test_fewer_cpus_than_when_it_was_measured(
-        self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.keep(Candidate("on", "f16", 3, 6, (128, 8192), (5.0, 25.0), (9.0, 9.0)))
-        monkeypatch.setattr(native, "usable_threads", lambda: 4)
-        with self.open():
-            assert (asked["threads"], asked["threads_batch"]) == (3, 4)
-        with self.open(threads=5):
-            assert (asked["threads"], asked["threads_batch"]) == (5, 5), "asked for"
-
     @pytest.mark.parametrize(
         "change",
         [
@@ -318,7 +319,7 @@ class TestLoader:
     ) -> None:
         record = to_json([TestChoice.ON])
         record["candidates"][0].update(change)
-        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None), record)
+        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None, None), record)
         with self.open() as engine:
             assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
             assert "no valid measurement; measuring again" in engine.take_warnings()[0]
@@ -337,6 +338,31 @@ class TestLoader:
                 with pytest.raises(UsageError, match="has to be more than 0 and finite"):
                     engine.profile(budget)
 
+    def test_auto_that_does_not_speculate_decodes_in_the_best_setting_for_that(
+        self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        on = Candidate("on", "f16", 2, 2, (128,), (5.0,), (9.0,))
+        off = Candidate("off", "f16", 2, 3, (128,), (6.0,), (4.0,))
+        self.keep(on, off)
+        decided: list[str] = []
+
+        def decide(backend: object, *_: object) -> planner.Decision:
+            decided.append(str(asked["flash_attn"]))
+            return planner.Decision(state, f"{state}: says the test", draft)
+
+        monkeypatch.setattr(planner, "decide", decide)
+        state, draft = "off", None
+        with Engine.open("m.gguf") as engine:
+            assert (asked["flash_attn"], asked["threads_batch"]) == ("on", 2)
+            assert engine.speculation.state == "off"
+        assert decided == ["off", "on"]
+        decided.clear()
+        state, draft = "on", Draft(Plan.full(2), 3, 0.7)
+        with Engine.open("m.gguf") as engine:
+            assert (asked["flash_attn"], asked["threads_batch"]) == ("off", 3)
+            assert engine.speculation.state == "on"
+        assert decided == ["off"]
+
     def test_options_override(self, asked: dict[str, Any]) -> None:
         self.keep(TestChoice.ON, TestChoice.OFF, TestChoice.Q8)
         with self.open(flash_attn="off", threads=7):
@@ -347,9 +373,30 @@ class TestLoader:
             assert asked["kv_type"] == "q8_0"
         with self.open(kv_type="f32"):
             assert (asked["kv_type"], asked["flash_attn"]) == ("f32", "auto")
+        with self.open(flash_attn="off") as engine:
+            assert asked["threads"] == TestChoice.OFF.threads, "threads were left to the profile"
+            assert engine.settings_reason == "2 threads: the best measured"
+
+    def test_what_was_measured_with_a_number_of_threads_is_for_those_who_ask_for_it(
+        self, asked: dict[str, Any]
+    ) -> None:
+        key = settings_key({"model": "f" * 32, "library": "d"}, None, 1)
+        pinned = Candidate("off", "f16", 1, 1, (128,), (9.0,), (9.0,))
+        Store().save(key, to_json([pinned]))
+        with self.open():
+            assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
+        with self.open(threads=1):
+            assert (asked["flash_attn"], asked["threads"]) == ("off", 1)
+        self.keep(Candidate("on", "f16", 2, 2, (128,), (5.0,), (5.0,)))
+        with self.open(threads=1):
+            assert (asked["flash_attn"], asked["threads"]) == ("off", 1)
+        with self.open(threads=3):
+            assert (asked["flash_attn"], asked["threads"]) == ("on", 3)
 
     def test_a_damaged_record_is_ignored_with_a_warning(self, asked: dict[str, Any]) -> None:
-        Store().save(settings_key({"model": "f" * 32, "library": "d"}, None), {"candidates": 3})
+        Store().save(
+            settings_key({"model": "f" * 32, "library": "d"}, None, None), {"candidates": 3}
+        )
         with self.open() as engine:
             assert asked["flash_attn"] == "auto"
             (warning,) = engine.take_warnings()
@@ -410,6 +457,25 @@ class TestDrift:
         tracker = DriftTracker(fitted())
         tracker.observe(RoundTimes(100, 99, 1.0, 1e6), self.PLAN)
         assert tracker.observed == 0
+
+    def test_contexts_beyond_the_profile_are_left_out(self) -> None:
+        """A cost that was extrapolated may be wrong; the machine need not be."""
+        tracker = DriftTracker(fitted())
+        longest = tracker._costs.profile.limit_tokens
+        tracker.observe(RoundTimes(longest + 1, 0, 0.0, 1e6), None)
+        assert tracker.observed == 0
+        tracker.observe(RoundTimes(longest, 0, 0.0, 1e6), None)
+        assert tracker.observed == 1
+
+    def test_old_drafts_do_not_count_against_new_plain_steps(self) -> None:
+        """Load slowed everything while drafting; it is gone since nothing is drafted any more."""
+        tracker = DriftTracker(fitted())
+        self.rounds(tracker, 2.0, 2.0, 2.0)
+        costs = tracker._costs
+        for _ in range(CONFIG.drift_memory_rounds):
+            tracker.observe(RoundTimes(100, 0, 0.0, costs.step_ms(100)), None)
+        found = tracker.correction()
+        assert (found.step, found.draft, found.verify) == pytest.approx((1.0, 1.0, 1.0))
 
     def test_it_turns_a_decision(self) -> None:
         """Verification has become dear since the profile: what was on is off, and says why."""

@@ -515,10 +515,11 @@ class TestDecision:
         assert measured.costs.saving_ms(1, measured.context_tokens) == pytest.approx(1.0, rel=0.25)
 
     def test_a_starved_machine_is_a_reason_not_an_error(self) -> None:
-        """Every pass takes so long that none of several tokens was timed."""
+        """Every pass takes so long that no sublayer was left out in time."""
         decision = decide_for(toy(Costs(3e4, 3e4, 1e4, 0, 1e4, 0.3)))
         assert decision.state == "off"
-        assert "no time to measure a verification pass" in decision.reason
+        assert decision.reason.startswith("off: ")
+        assert "no time to measure" in decision.reason
         assert decision.draft is None
 
     @pytest.mark.parametrize("first", ["decode", "prefill"])
@@ -694,7 +695,7 @@ class TestStore:
         for n_ctx, most in ((1024, 16), (512, 16), (512, 4)):
             assert "fill" not in {call for call, _ in at(n_ctx, most)[1].log}
 
-    def test_counts_of_all_runs_are_kept(self, tmp_path: Path) -> None:
+    def test_counts_of_the_first_measurement_only_are_kept(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
         first = quick(store).measured
         backend = small()
@@ -704,7 +705,7 @@ class TestStore:
         assert second is not None
         assert second.text != first.text
         total = kept.load_fidelity(store, keys_of(backend)["fidelity"], backend)
-        assert total == first.fidelity.plus(second.fidelity)
+        assert total.counts == first.fidelity.counts, "`profile` sees to it that its texts differ"
         assert total.runs == 2
 
     def test_a_foreign_key_in_the_right_place_is_ignored(self, tmp_path: Path) -> None:
@@ -750,13 +751,19 @@ class TestStore:
     def test_a_stale_profile_is_measured_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
         first = quick(store)
-        kept.mark_stale(store, keys_of(small())["latency"], "rounds take 1.4 times as long")
+        latency_key = keys_of(small())["latency"]
+        assert first.measured is not None
+        profile = first.measured.costs.profile
+        kept.mark_stale(store, latency_key, profile, "rounds take 1.4 times as long")
         backend = small()
         again = decide_for(backend, store, QUICK)
         assert not again.from_cache
         assert "fill" in {call for call, _ in backend.log}
         assert again.reason == first.reason
         assert quick(store).from_cache
+        # counted on the same text as before: that is no further evidence
+        fidelity = kept.load_fidelity(store, keys_of(backend)["fidelity"], backend)
+        assert fidelity.counts == first.measured.fidelity.counts
 
     def test_a_folder_that_cannot_be_written_costs_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import naive
@@ -771,10 +772,11 @@ class TestKept:
         warnings: list[str] = []
         store, backend = Store(tmp_path, warn=warnings.append), self.backend()
         key = kept.latency_key(backend, "m")
-        kept.mark_stale(store, key, "nothing there yet")
+        kept.mark_stale(store, key, self.found(), "nothing there yet")
         assert list(tmp_path.iterdir()) == []
-        kept.save_latency(store, key, self.found())
-        kept.mark_stale(store, key, "rounds take 1.4 times as long")
+        found = self.found()
+        kept.save_latency(store, key, found)
+        kept.mark_stale(store, key, found, "rounds take 1.4 times as long")
         assert kept.load_latency(store, key, backend) is None
         content = store.load(key)
         assert content is not None
@@ -782,6 +784,27 @@ class TestKept:
         kept.save_latency(store, key, self.found())
         assert kept.load_latency(store, key, backend) is not None
         assert warnings == []
+
+    def test_a_newer_profile_of_another_process_is_not_stale(self, tmp_path: Path) -> None:
+        store, backend = Store(tmp_path), self.backend()
+        key = kept.latency_key(backend, "m")
+        old = self.found()
+        newer = replace(old, measured_at=old.measured_at + 60.0)
+        kept.save_latency(store, key, newer)
+        kept.mark_stale(store, key, old, "rounds take 1.4 times as long")
+        assert kept.load_latency(store, key, backend) == newer
+
+    def test_an_infinite_number_is_damage(self, tmp_path: Path) -> None:
+        warnings: list[str] = []
+        store, backend = Store(tmp_path, warn=warnings.append), self.backend()
+        key = kept.latency_key(backend, "m")
+        content = {**self.found().to_json(), "limit_tokens": math.inf}
+        store.save(key, {"profile": content})
+        assert kept.load_latency(store, key, backend) is None
+        key = kept.fidelity_key(backend, "m")
+        store.save(key, {**fidelity((0, 128, 40, 48)).to_json(), "runs": math.inf})
+        assert kept.load_fidelity(store, key, backend) == Fidelity()
+        assert len(warnings) == 2
 
     @pytest.mark.parametrize("content", [{}, {"profile": None}, {"profile": [1]}, {"profile": {}}])
     def test_a_damaged_profile_is_one_warning(
@@ -848,6 +871,8 @@ class TestKept:
         assert kept.add_fidelity(store, key, backend, one) == one
         both = kept.add_fidelity(store, key, backend, two)
         assert both == one.plus(two) == kept.load_fidelity(store, key, backend)
+        assert kept.add_fidelity(store, key, backend, one, only_first=True) == both
+        assert kept.load_fidelity(store, key, backend) == both
 
     def test_counts_of_runs_that_end_together_are_all_kept(self, tmp_path: Path) -> None:
         backend = self.backend()
@@ -879,7 +904,7 @@ class TestKept:
         store, backend = Store(tmp_path, enabled=False), self.backend()
         key = kept.latency_key(backend, "m")
         assert not kept.save_latency(store, key, self.found())
-        kept.mark_stale(store, key, "no matter")
+        kept.mark_stale(store, key, self.found(), "no matter")
         assert kept.load_latency(store, key, backend) is None
         assert list(tmp_path.iterdir()) == []
 

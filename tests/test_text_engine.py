@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,9 @@ from knapspec_edge.errors import (
     PlanError,
     UsageError,
 )
-from knapspec_edge.records import Draft, Plan, Stats
+from knapspec_edge.latency import kept
+from knapspec_edge.latency.store import Store
+from knapspec_edge.records import Draft, Plan, RoundTimes, Stats
 from knapspec_edge.search import plan_file
 
 ASK = [{"role": "user", "content": "hello"}]
@@ -337,7 +340,7 @@ def openable(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(gguf_check, "fingerprint", lambda info: "f" * 32)
     monkeypatch.setattr(native, "open_model", lambda path, **_: vocab)
     monkeypatch.setattr(native, "open_context", open_context)
-    monkeypatch.setattr(native, "library_digest", lambda: "d")
+    monkeypatch.setattr(native, "machine_key", lambda: {"library": "d"})
     monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
     closed.clear()
     return asked
@@ -478,3 +481,40 @@ def test_system_prompt_notice_reaches_the_answer() -> None:
     answer = engine.chat([{"role": "system", "content": "brief"}, *ASK])
     assert len(answer.notices) == 1
     assert "brief\n\nhello" in "".join(read(answer))
+
+
+# -- a machine that is not as it was measured
+
+
+def test_drift_has_a_profile_measured_again_once_it_is_old_enough(
+    user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scripted_engine(n_ctx=2048)
+    engine.set_speculation("auto")
+    tracker, decision = engine._drift, engine._decision
+    assert tracker is not None
+    assert decision is not None
+    assert decision.measured is not None
+    store, key = Store(), kept.latency_key(engine.backend, engine._model_key())
+    step_ms = decision.measured.costs.step_ms(100)
+    for _ in range(DEFAULTS.drift_min_rounds):
+        tracker.observe(RoundTimes(100, 0, 0.0, 3.0 * step_ms), None)
+    read(engine.chat(ASK))
+    assert kept.load_latency(store, key, engine.backend) is not None, "measured a moment ago"
+    later = time.time() + DEFAULTS.measure_retry_seconds + 60.0
+    monkeypatch.setattr(time, "time", lambda: later)
+    engine.close()
+    assert kept.load_latency(store, key, engine.backend) is None
+
+
+def test_a_model_file_that_is_gone_does_not_keep_an_engine_open(
+    openable: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.open("m.gguf", ctx=512, spec="auto") as engine:
+
+        def gone(info: object) -> str:
+            raise ModelError("the file is gone")
+
+        monkeypatch.setattr(gguf_check, "fingerprint", gone)
+        assert engine.fingerprint() == "f" * 32
+    assert closed == ["context", "model"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..latency.fidelity import (
 from ..latency.paired import paired_steps
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import MIN_CONTEXT_TOKENS, measure_latency
-from ..latency.store import UNREADABLE, Store
+from ..latency.store import INVALID, Store
 from ..latency.threads import ThreadTimes, best_threads, measure_threads, thread_candidates
 from ..records import SubLayer
 from ..search import settings as best_settings
@@ -137,7 +137,7 @@ def run(
         run_ = _Run(model, options, progress, warn, config, store, started)
         run_.model_key = {
             "model": gguf_check.fingerprint(info),
-            "library": native.library_digest(),
+            **native.machine_key(),
         }
         run_.name = info.name or info.path.stem
         return run_.execute()
@@ -155,7 +155,7 @@ class _Run:
     """The phases: threads, latency of each setting, fidelity, choice."""
 
     name: str
-    model_key: dict[str, str]
+    model_key: dict[str, Any]
 
     def __init__(
         self,
@@ -247,20 +247,31 @@ class _Run:
                 )
             return self.options.ctx
         n_ctx = min(trained or self.config.ctx_tokens, self.config.profile_ctx_tokens)
-        memory = sum(d["total_bytes"] for d in library.devices())
         token_bytes = kv_bytes_per_token(self.model.metadata, self.model.architecture, kv_type)
-        fits = int(self.config.profile_memory_share * memory / max(1, token_bytes))
+        fits = self._cache_bytes(library.devices()) // max(1, token_bytes)
         if 0 < fits < n_ctx:
             n_ctx = max(512, fits)
             self.notes.append(
-                f"measured up to a context of {n_ctx} tokens, which takes "
-                f"{100 * self.config.profile_memory_share:.0f} % of the memory; --ctx N goes on"
+                f"measured up to a context of {n_ctx} tokens, for which there is memory to spare; "
+                "--ctx N goes on"
             )
         elif trained and n_ctx < trained:
             self.notes.append(
                 f"measured up to a context of {n_ctx} of {trained} tokens; --ctx N goes on"
             )
         return n_ctx
+
+    def _cache_bytes(self, devices: Sequence[Mapping[str, Any]]) -> int:
+        """Memory for keys and values that nobody asked for; 0 where it is not known.
+
+        They lie where the layers do, and what is free there after loading has to do for the rest
+        of the context too.
+        """
+        gpus = [d for d in devices if "GPU" in d["type"] and self.model.gpu_layers != 0]
+        used = gpus or [d for d in devices if d["type"] == "CPU"]
+        most = self.config.profile_memory_share * sum(d["total_bytes"] for d in used)
+        free = sum(d["free_bytes"] for d in used)
+        return int(min(most, free / 2) if free else most)
 
     @contextmanager
     def _context(self, flash_attn: str, kv_type: str) -> Iterator[LlamaBackend]:
@@ -358,7 +369,8 @@ class _Run:
     def _default_budget(self, backend: LlamaBackend) -> float:
         """From what one plain step takes at both ends of the contexts."""
         times = []
-        for context in (min(128, self.n_ctx // 2), self.n_ctx - 8):
+        short = min(128, self.n_ctx // 2)
+        for context in (short, max(short, self.n_ctx - 8)):
             backend.fill(context)
             for _ in range(2):
                 begun = time.perf_counter()
@@ -535,8 +547,10 @@ class _Run:
 
     def _keep_settings(self, candidates: Sequence[best_settings.Candidate]) -> None:
         """Those of other types of keys and values that were measured before stay."""
-        key = best_settings.settings_key(self.model_key, self.options.gpu_layers)
-        with self.store.updating(key):
+        key = best_settings.settings_key(
+            self.model_key, self.options.gpu_layers, self.options.threads
+        )
+        with self.store.updating():
             self._merge_settings(key, candidates)
 
     def _merge_settings(
@@ -547,7 +561,7 @@ class _Run:
         if stored is not None:
             try:
                 known = best_settings.from_json(stored)
-            except UNREADABLE:
+            except INVALID:
                 self.store.ignore(key)
         types = {c.kv_type for c in candidates}
         others = [c for c in known if c.kv_type not in types]

@@ -28,22 +28,29 @@ NO_CORRECTION = Correction()
 class DriftTracker:
     """Medians of the latest `drift_kept_rounds` rounds of each kind.
 
-    Where only plain steps were seen, what slowed them is taken to slow everything.
+    What is older than `drift_memory_rounds` rounds of any kind is forgotten: where speculation was
+    given up, an old factor of drafts would be held against a new one of plain steps. Where only
+    plain steps were seen, what slowed them is taken to slow everything.
     """
 
     def __init__(self, costs: Costs, config: Config = DEFAULTS) -> None:
         self._costs = costs
         self._config = config
         kinds = ("step", "draft", "verify")
-        self._logs: dict[str, deque[float]] = {
+        self._rounds = 0
+        # (round, log of observed over predicted)
+        self._logs: dict[str, deque[tuple[int, float]]] = {
             kind: deque(maxlen=config.drift_kept_rounds) for kind in kinds
         }
 
     def observe(self, times: RoundTimes, plan: Plan | None) -> None:
-        """One round. Rounds wider than what was measured say nothing."""
+        """One round. Beyond the widths and contexts that were measured, a difference would be the
+        model's, not the machine's: nothing is counted there."""
         width = times.drafted + 1
-        if width > self._costs.max_width:
+        longest = self._costs.profile.limit_tokens
+        if width > self._costs.max_width or times.context_tokens > longest:
             return
+        self._rounds += 1
         if times.drafted == 0:
             self._add("step", times.verify_ms, self._costs.step_ms(times.context_tokens))
             return
@@ -56,7 +63,7 @@ class DriftTracker:
 
     def _add(self, kind: str, observed_ms: float, predicted_ms: float) -> None:
         if observed_ms > 0.0 and predicted_ms > 0.0:
-            self._logs[kind].append(math.log(observed_ms / predicted_ms))
+            self._logs[kind].append((self._rounds, math.log(observed_ms / predicted_ms)))
 
     @property
     def observed(self) -> int:
@@ -65,9 +72,14 @@ class DriftTracker:
 
     def correction(self) -> Correction:
         """What to multiply predictions with. One factor for all kinds that were not seen."""
+        oldest = self._rounds - self._config.drift_memory_rounds
+        recent = {
+            kind: [log for number, log in logs if number > oldest]
+            for kind, logs in self._logs.items()
+        }
         known = {
             kind: math.exp(statistics.median(logs))
-            for kind, logs in self._logs.items()
+            for kind, logs in recent.items()
             if len(logs) >= self._config.drift_min_rounds
         }
         if not known:

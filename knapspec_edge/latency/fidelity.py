@@ -131,7 +131,7 @@ class Fidelity:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], n_sublayers: int) -> Fidelity:
-        """The inverse of to_json. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of to_json. Raises one of store.INVALID for anything else."""
         counts = tuple(
             ItemCount(int(i), str(mode), int(context), int(agreed), int(total))
             for i, mode, context, agreed, total in data["counts"]

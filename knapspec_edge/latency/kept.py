@@ -12,7 +12,7 @@ from typing import Any
 from ..backend import Backend
 from .fidelity import Fidelity
 from .profile import LatencyProfile
-from .store import UNREADABLE, Store
+from .store import INVALID, Store
 
 # Grow when a stored record means something else than before.
 _LATENCY = 2
@@ -53,7 +53,7 @@ def load_latency(store: Store, key: Mapping[str, Any], backend: Backend) -> Late
         profile = LatencyProfile.from_json(content["profile"])
         if profile.n_sublayers != len(backend.sublayers):
             raise ValueError("another number of sublayers")
-    except UNREADABLE:
+    except INVALID:
         store.ignore(key)
         return None
     return profile
@@ -63,11 +63,15 @@ def save_latency(store: Store, key: Mapping[str, Any], profile: LatencyProfile) 
     return store.save(key, {"profile": profile.to_json()})
 
 
-def mark_stale(store: Store, key: Mapping[str, Any], reason: str) -> None:
-    """The machine no longer behaves as the profile says: it is measured again next time."""
+def mark_stale(store: Store, key: Mapping[str, Any], profile: LatencyProfile, reason: str) -> None:
+    """The machine no longer behaves as the profile says: it is measured again next time.
+
+    A newer one, which another process may have kept meanwhile, stays as it is.
+    """
     content = store.load(key)
-    if content is not None:
-        store.save(key, {**content, "stale": reason})
+    stored = None if content is None else content.get("profile")
+    if isinstance(stored, dict) and stored.get("measured_at") == profile.measured_at:
+        store.save(key, {"profile": stored, "stale": reason})
 
 
 def load_fidelity(store: Store, key: Mapping[str, Any], backend: Backend) -> Fidelity:
@@ -77,16 +81,28 @@ def load_fidelity(store: Store, key: Mapping[str, Any], backend: Backend) -> Fid
         return Fidelity()
     try:
         return Fidelity.from_json(content, len(backend.sublayers))
-    except UNREADABLE:
+    except INVALID:
         store.ignore(key)
         return Fidelity()
 
 
 def add_fidelity(
-    store: Store, key: Mapping[str, Any], backend: Backend, found: Fidelity
+    store: Store,
+    key: Mapping[str, Any],
+    backend: Backend,
+    found: Fidelity,
+    *,
+    only_first: bool = False,
 ) -> Fidelity:
-    """Add a run's counts to what is stored; all of them together."""
-    with store.updating(key):
-        total = load_fidelity(store, key, backend).plus(found)
+    """Add a run's counts to what is stored; all of them together.
+
+    `only_first`: only where nothing is stored yet. Counts on the same text twice would look like
+    twice the evidence.
+    """
+    with store.updating():
+        known = load_fidelity(store, key, backend)
+        if only_first and known.runs:
+            return known
+        total = known.plus(found)
         store.save(key, total.to_json())
     return total

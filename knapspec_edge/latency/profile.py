@@ -89,7 +89,7 @@ class LatencyProfile:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LatencyProfile:
-        """The inverse of to_json. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of to_json. Raises one of store.INVALID for anything else."""
         n = int(data["n_sublayers"])
         classes = tuple(
             LayerClass(
@@ -139,7 +139,7 @@ def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
 
 
 def _timing(data: Mapping[str, Any]) -> Timing:
-    """Raises KeyError, TypeError or ValueError for anything that was never measured."""
+    """Raises one of store.INVALID for anything that was never measured."""
     timing = Timing(
         float(data["median_ms"]),
         float(data["low_ms"]),

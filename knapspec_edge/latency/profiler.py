@@ -291,8 +291,6 @@ class _Profiler:
         times = [self._time_decode(None, 0)]
         if times[0] < _SLOW_MS:
             times += [self._time_decode(None, 1), self._time_decode(None, 2)]
-        elif context == self.n_ctx:
-            times.append(self._time_decode(None, 1))
         rewind(self.backend, context)
         return min(times[1:] or times)
 

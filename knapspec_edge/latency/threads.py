@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..backend import Backend
-from ..config import DEFAULTS, Config
+from ..config import DEFAULTS, THREADS_MAX, Config
 from ..decode.rollback import rewind
 from ..records import Sampling
 from .timing import Timing
@@ -35,7 +35,8 @@ class ThreadTimes:
 def thread_candidates(default: int, usable: int) -> list[int]:
     """Numbers worth trying, the default first: fewer where memory is the limit or other programs
     need a core, all logical CPUs where cores have two threads."""
-    return list(dict.fromkeys(n for n in (default, default - 1, default // 2, usable) if n >= 1))
+    numbers = (default, default - 1, default // 2, min(usable, THREADS_MAX))
+    return list(dict.fromkeys(n for n in numbers if n >= 1))
 
 
 def measure_threads(

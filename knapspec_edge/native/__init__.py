@@ -11,7 +11,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .library import library_digest, library_info, point_to_library
-from .threads import usable_threads
 
 if TYPE_CHECKING:
     from .context import LlamaBackend
@@ -23,9 +22,9 @@ __all__ = [
     "describe_device",
     "library_digest",
     "library_info",
+    "machine_key",
     "open_context",
     "open_model",
-    "usable_threads",
 ]
 
 
@@ -43,6 +42,19 @@ def open_model(
     from .model import Model
 
     return Model(path, gpu_layers=gpu_layers, progress=progress)
+
+
+def machine_key() -> dict[str, Any]:
+    """What times depend on beside model and settings, JSON-ready: the native code, its devices, and
+    the logical CPUs that this process may use. Loads the library; raises LibraryError."""
+    from .library import devices
+    from .threads import usable_threads
+
+    return {
+        "library": library_digest(),
+        "devices": [f"{d['name']}: {d['description']}" for d in devices()],
+        "cpus": usable_threads(),
+    }
 
 
 def open_context(model: Model, **settings: Any) -> LlamaBackend:

@@ -33,7 +33,7 @@ from ..latency.fidelity import (
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import Clock, Progress, measure_latency
 from ..latency.rounds import RoundTiming, measure_round
-from ..latency.store import UNREADABLE, Store
+from ..latency.store import INVALID, Store
 from ..records import FULL, SKIP, Draft, Mode, Plan, SubLayer
 from .acceptance import Judgement, judge
 from .knapsack import Option, solve
@@ -154,7 +154,7 @@ def decide(
                 if not (retry and _disturbance(measured, finalists, config)):
                     return choose(measured, finalists, backend.sublayers, config, from_cache=True)
                 latency = None
-        except UNREADABLE:
+        except INVALID:
             store.ignore(key)
 
     def keep(profile: LatencyProfile) -> None:
@@ -172,7 +172,9 @@ def decide(
     profile = measured.costs.profile
     content = {"latency_at": profile.measured_at, **_to_json(measured, finalists)}
     store.save(key, content)
-    kept.add_fidelity(store, kept.fidelity_key(backend, model_key), backend, measured.fidelity)
+    # the text is the same in every setting of a model: counted again it is no further evidence
+    fidelity_key = kept.fidelity_key(backend, model_key)
+    kept.add_fidelity(store, fidelity_key, backend, measured.fidelity, only_first=True)
     return choose(measured, finalists, backend.sublayers, config)
 
 
@@ -279,7 +281,12 @@ def choose(
     best = ranked[0]
     noise = _disturbance(measured, finalists, config)
     on = noise is None and best.timed and best.predicted_ratio >= 1.0 + config.plan_margin
-    if noise is not None:
+    if not any(cost.points for cost in measured.costs.class_costs):
+        reason = (
+            "off: one step takes so long that there was no time to measure what sublayers cost; it "
+            "will be tried again later"
+        )
+    elif noise is not None:
         low, high = (f"{ms:.1f}" for ms in noise)
         seen = f"a step took {low} to {high} ms" if low != high else "noise hid what its parts cost"
         reason = (

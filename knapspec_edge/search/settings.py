@@ -21,7 +21,7 @@ from .planner import candidate_plans, geometric_rate, verification_ms
 from .throughput import loss
 
 # Grows when a stored record means something else than before.
-_SETTINGS = 1
+_SETTINGS = 2
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,17 @@ def choose(
     return best if worth else first
 
 
-def settings_key(model_key: Mapping[str, Any], gpu_layers: int | None) -> dict[str, Any]:
-    return {"best_settings": _SETTINGS, **model_key, "gpu_layers": gpu_layers}
+def settings_key(
+    model_key: Mapping[str, Any], gpu_layers: int | None, threads: int | None
+) -> dict[str, Any]:
+    """`threads` as they were asked for: what was measured with a number that somebody wanted once
+    is nobody's default."""
+    return {
+        "best_settings": _SETTINGS,
+        **model_key,
+        "gpu_layers": gpu_layers,
+        "threads": threads,
+    }
 
 
 def to_json(candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -158,7 +167,7 @@ def to_json(candidates: Sequence[Candidate]) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> tuple[Candidate, ...]:
-    """The inverse of to_json. Raises KeyError, TypeError or ValueError for anything else."""
+    """The inverse of to_json. Raises one of store.INVALID for anything else."""
     found = []
     for entry in data["candidates"]:
         c = Candidate(
