@@ -6,6 +6,7 @@ planner that decides about speculation, and the text layer. It prints nothing an
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
@@ -481,17 +482,20 @@ class Engine(Closing):
     ) -> LatencyProfile:
         """Measure what passes cost in this context with its present settings, and keep it.
 
-        Forgets the conversation's keys; the next "auto" or "on" decides afresh. Other settings are
-        compared by `knapspec-edge profile`. Raises PlanError for a model whose sublayers are not
-        recognised, UsageError for a budget that is not positive, Interrupted.
+        Forgets the conversation's keys and ends an unfinished answer; the next "auto" or "on"
+        decides afresh. Other settings are compared by `knapspec-edge profile`. Raises PlanError for
+        a model whose sublayers are not recognised, UsageError for a budget that is not positive and
+        finite, ContextError for a context of less than 16 tokens, Interrupted.
         """
         from .latency import kept
         from .latency.profiler import measure_latency
 
         if self.backend.refusal is not None:
             raise PlanError(f"{self.name} cannot be profiled: {self.backend.refusal}")
-        if not budget_seconds > 0.0:
-            raise UsageError(f"the budget is {budget_seconds} seconds; it has to be more than 0")
+        if not 0.0 < budget_seconds < math.inf:
+            raise UsageError(
+                f"the budget is {budget_seconds} seconds; it has to be more than 0 and finite"
+            )
         self.session.reset()
         with self.interruptible():
             profile = measure_latency(

@@ -16,6 +16,8 @@ from scripted import ScriptedModel
 from knapspec_edge import gguf_check, native
 from knapspec_edge.config import Config
 from knapspec_edge.engine import Engine
+from knapspec_edge.errors import UsageError
+from knapspec_edge.latency import kept
 from knapspec_edge.latency.costs import Costs
 from knapspec_edge.latency.drift import Correction, DriftTracker
 from knapspec_edge.latency.fidelity import Fidelity, ItemCount
@@ -321,6 +323,20 @@ class TestLoader:
         with self.open() as engine:
             assert (asked["flash_attn"], asked["threads"]) == ("auto", None)
             assert "no valid measurement; measuring again" in engine.take_warnings()[0]
+
+    def test_a_profile_of_an_open_model(self, asked: dict[str, Any]) -> None:
+        with self.open(ctx=256) as engine:
+            answer = engine.generate([1, 2, 3])
+            next(answer)
+            found = engine.profile(budget_seconds=0.2)
+            assert list(answer) == []
+            assert engine.backend.n_past == 0
+            assert found.asked_tokens == 256
+            key = kept.latency_key(engine.backend, {"model": "f" * 32, "library": "d"})
+            assert kept.load_latency(Store(), key, engine.backend) == found
+            for budget in (0.0, -1.0, math.nan, math.inf):
+                with pytest.raises(UsageError, match="has to be more than 0 and finite"):
+                    engine.profile(budget)
 
     def test_auto_that_does_not_speculate_decodes_in_the_best_setting_for_that(
         self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from knapspec_edge.errors import Interrupted, NativeError, PlanError, UsageError
 from knapspec_edge.latency import kept
 from knapspec_edge.latency.store import Store, default_folder
 from knapspec_edge.records import GREEDY, SKIP, Draft, Kind, Mode, ModeKind, Plan
-from knapspec_edge.search import plan_file
+from knapspec_edge.search import plan_file, planner
 from knapspec_edge.search.acceptance import judge
 from knapspec_edge.search.knapsack import Option, solve
 from knapspec_edge.search.planner import (
@@ -492,6 +492,15 @@ class TestDecision:
         step = FAST.step_ms(backend.sublayers, CONFIG.measure_context_tokens, None)
         assert f"too busy to measure (a step took {step:.1f} to {step + 25:.1f} ms)" in (
             decision.reason
+        )
+
+    def test_what_made_it_busy_is_said_only_where_it_shows(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(planner, "_disturbance", lambda *_: (25.71, 25.74))
+        assert decide_for(toy()).reason == (
+            "off: the machine was too busy to measure (noise hid what its parts cost); it will be "
+            "measured again later"
         )
 
     def test_drift_of_the_machine_does_not_hide_what_sublayers_cost(self) -> None:

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import shlex
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -491,8 +493,9 @@ def test_a_link_keeps_leading_to_the_plot(tmp_path: Path) -> None:
 
 
 def test_a_missing_matplotlib_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    line = r"^plots need matplotlib: pip install 'knapspec-edge\[plot\]'$"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    python = re.escape(shlex.quote(sys.executable))
+    line = rf"^plots need matplotlib: {python} -m pip install 'knapspec-edge\[plot\]'$"
     with pytest.raises(UsageError, match=line):
         plots.check(tmp_path / "plot.png")
     with pytest.raises(UsageError, match=line):

@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -384,7 +385,8 @@ class TestBudget:
         assert machine.clock() <= max(1.05 * CONFIG.profile_overrun * 10.0, least)
         if factor >= 10.0:
             assert found.limit_tokens < 4096 - 34
-            assert any("extrapolated" in note for note in found.notes)
+            (note,) = (note for note in found.notes if "extrapolated" in note)
+            assert f"costs beyond {found.limit_tokens} tokens are extrapolated" in note
         costs = Costs(found)
         if factor < 1000.0:  # there not even all classes are left out once
             assert costs.max_width > 1
@@ -875,6 +877,17 @@ class TestKept:
         assert both == one.plus(two) == kept.load_fidelity(store, key, backend)
         assert kept.add_fidelity(store, key, backend, one, only_first=True) == both
         assert kept.load_fidelity(store, key, backend) == both
+
+    def test_counts_of_runs_that_end_together_are_all_kept(self, tmp_path: Path) -> None:
+        backend = self.backend()
+        key = kept.fidelity_key(backend, "m")
+
+        def add(_: int) -> None:
+            kept.add_fidelity(Store(tmp_path), key, backend, fidelity((0, 128, 1, 2)))
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(add, range(12)))
+        assert kept.load_fidelity(Store(tmp_path), key, backend).runs == 12
 
     @pytest.mark.parametrize(
         "content", [{}, {"counts": 3}, {**fidelity((0, 1, 1, 1)).to_json(), "counts": [[9] * 5]}]

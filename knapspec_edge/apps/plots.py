@@ -7,7 +7,10 @@ the same figure and the tables of profile_report; it needs nothing but itself.
 from __future__ import annotations
 
 import io
+import logging
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +31,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".html")
-_MISSING = "plots need matplotlib: pip install 'knapspec-edge[plot]'"
+# the Python that runs this, which need not be the one whose pip comes first
+_MISSING = (
+    f"plots need matplotlib: {shlex.quote(sys.executable)} -m pip install 'knapspec-edge[plot]'"
+)
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart. One hue per kind of sublayer.
 _HUES = {
@@ -48,6 +54,8 @@ _INK, _PAPER = "#010203", "#fdfcfb"
 def check(path: Path) -> None:
     """Whether a plot could be written to `path`. Raises UsageError, one line, where not."""
     suffix = _suffix(path)
+    # that its cache folder cannot be written is no news for who asked for a plot
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         import matplotlib  # noqa: F401
 

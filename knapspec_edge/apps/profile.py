@@ -549,6 +549,12 @@ class _Run:
         key = best_settings.settings_key(
             self.model_key, self.options.gpu_layers, self.options.threads
         )
+        with self.store.updating():
+            self._merge_settings(key, candidates)
+
+    def _merge_settings(
+        self, key: dict[str, Any], candidates: Sequence[best_settings.Candidate]
+    ) -> None:
         known: tuple[best_settings.Candidate, ...] = ()
         stored = self.store.load(key)
         if stored is not None:

@@ -101,9 +101,10 @@ def add_fidelity(
     `only_first`: only where nothing is stored yet. Counts on the same text twice would look like
     twice the evidence.
     """
-    known = load_fidelity(store, key, backend)
-    if only_first and known.runs:
-        return known
-    total = known.plus(found)
-    store.save(key, total.to_json())
+    with store.updating():
+        known = load_fidelity(store, key, backend)
+        if only_first and known.runs:
+            return known
+        total = known.plus(found)
+        store.save(key, total.to_json())
     return total

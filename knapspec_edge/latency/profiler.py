@@ -257,6 +257,7 @@ class _Profiler:
                 f"costs beyond {grid[0]} tokens are extrapolated"
             )
             return grid[:1]
+        note = ""
         while len(grid) > 1:
             last_ms = self._glance(grid[-1])
             if last_ms > _SLOW_MS:
@@ -266,11 +267,14 @@ class _Profiler:
             left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
             if core_ms <= 1.5 * left_ms or len(grid) == 2 and core_ms <= 3.0 * left_ms:
                 break
-            self._notes.append(
+            # one note for all that is left out, with the shortest of them
+            note = (
                 f"a context of {grid[-1]} tokens takes {last_ms:.0f} ms a step, too long for the "
-                f"{self._seconds()} there are: costs there are extrapolated"
+                f"{self._seconds()} there are: costs beyond {grid[-2]} tokens are extrapolated"
             )
             del grid[-1]
+        if note:
+            self._notes.append(note)
         return grid
 
     def _seconds(self) -> str:

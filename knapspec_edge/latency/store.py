@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ FORMAT = "knapspec-edge measurement"
 VERSION = 1
 
 Warn = Callable[[str], None]
+
+_LOCK_SECONDS = 5.0  # an update takes milliseconds
 
 # What reading a record raises that holds something else than it should; an infinite number, which
 # JSON has no word for but Python's reader accepts, overflows where a whole one is expected.
@@ -46,7 +48,7 @@ class Store:
         self._warn = warn or logging.getLogger(__name__).warning
         self._enabled = enabled
         self._failed = False  # said once, not for every measurement
-        self._said: set[str] = set()  # a file is looked at more than once
+        self._said: set[Path] = set()  # files that were complained about, once each
 
     def path(self, key: Mapping[str, Any]) -> Path:
         digest = hashlib.sha256(_canonical(key).encode()).hexdigest()
@@ -62,10 +64,10 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):  # nothing was ever kept there
             return None
         except OSError as error:
-            self._say(f"cannot read {path} ({error.strerror}); measuring again")
+            self._say(path, f"cannot read {path} ({error.strerror}); measuring again")
             return None
         except (ValueError, RecursionError):
-            self._say(f"{path} is damaged; measuring again")
+            self._say(path, f"{path} is damaged; measuring again")
             return None
         if (
             not isinstance(data, dict)
@@ -74,19 +76,39 @@ class Store:
             or data.get("key") != json.loads(_canonical(key))
             or not isinstance(data.get("content"), dict)
         ):
-            self._say(f"{path} is not a measurement of this model and setting; measuring again")
+            self._say(
+                path, f"{path} is not a measurement of this model and setting; measuring again"
+            )
             return None
         content: dict[str, Any] = data["content"]
         return content
 
     def ignore(self, key: Mapping[str, Any]) -> None:
         """Warn that what `load` returned for this key makes no sense."""
-        self._say(f"{self.path(key)} holds no valid measurement; measuring again")
+        path = self.path(key)
+        self._say(path, f"{path} holds no valid measurement; measuring again")
 
-    def _say(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.add(warning)
+    def _say(self, path: Path, warning: str) -> None:
+        if path not in self._said:
+            self._said.add(path)
             self._warn(warning)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Keep other processes from updating meanwhile, so that what they add is not lost.
+
+        Where no lock can be had, the update goes on without.
+        """
+        from filelock import FileLock
+
+        with ExitStack() as stack:
+            if self._enabled:
+                # beside the folder, which holds measurements only
+                path = self.folder.with_name(f".{self.folder.name}.lock")
+                with suppress(OSError, NotImplementedError):  # a file system without locks
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(FileLock(path, timeout=_LOCK_SECONDS))
+            yield
 
     def save(self, key: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
         """Write atomically; False with one warning where that is not possible."""
@@ -104,6 +126,7 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+            self._said.discard(path)
         except OSError as error:
             if temporary is not None:
                 with suppress(OSError):

@@ -287,9 +287,10 @@ def choose(
             "will be tried again later"
         )
     elif noise is not None:
+        low, high = (f"{ms:.1f}" for ms in noise)
+        seen = f"a step took {low} to {high} ms" if low != high else "noise hid what its parts cost"
         reason = (
-            f"off: the machine was too busy to measure (a step took {noise[0]:.1f} to "
-            f"{noise[1]:.1f} ms); it will be measured again later"
+            f"off: the machine was too busy to measure ({seen}); it will be measured again later"
         )
     else:
         reason = _reason(best, on, len(sublayers), config)
