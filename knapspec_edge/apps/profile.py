@@ -50,6 +50,7 @@ _KV_TYPES = ("f16", "q8_0")
 _FIDELITY_SHARE = 0.25
 _COMPARE_SHARE = 0.05
 _THREADS_SHARE = 0.07
+_COMPARE_ROOM = 64  # tokens behind the longest context of a comparison
 _SHORT_CONTEXT_SHARE = 0.5  # of the fidelity's, for the short context
 _ASSUMED_STEPS = 450.0  # budget in times the sum of one plain step at each context of a grid
 
@@ -234,9 +235,6 @@ class _Run:
 
     def _context_size(self, kv_type: str) -> int:
         """The model's limit, or what was asked for; less where it would take too much memory."""
-        from ..native import library
-        from ..native.context import kv_bytes_per_token
-
         trained = self.model.n_ctx_train
         if self.options.ctx is not None:
             if trained and self.options.ctx > trained:
@@ -246,8 +244,7 @@ class _Run:
                 )
             return self.options.ctx
         n_ctx = min(trained or self.config.ctx_tokens, self.config.profile_ctx_tokens)
-        token_bytes = kv_bytes_per_token(self.model.metadata, self.model.architecture, kv_type)
-        fits = self._cache_bytes(library.devices()) // max(1, token_bytes)
+        fits = self._tokens_that_fit(kv_type)
         if 0 < fits < n_ctx:
             n_ctx = max(512, fits)
             self.notes.append(
@@ -259,6 +256,14 @@ class _Run:
                 f"measured up to a context of {n_ctx} of {trained} tokens; --ctx N goes on"
             )
         return n_ctx
+
+    def _tokens_that_fit(self, kv_type: str) -> int:
+        """Tokens whose keys and values there is memory to spare for; 0 where it is not known."""
+        from ..native import library
+        from ..native.context import kv_bytes_per_token
+
+        token_bytes = kv_bytes_per_token(self.model.metadata, self.model.architecture, kv_type)
+        return self._cache_bytes(library.devices()) // max(1, token_bytes)
 
     def _cache_bytes(self, devices: Sequence[Mapping[str, Any]]) -> int:
         """Memory for keys and values that nobody asked for; 0 where it is not known.
@@ -273,14 +278,16 @@ class _Run:
         return int(min(most, free / 2) if free else most)
 
     @contextmanager
-    def _context(self, flash_attn: str, kv_type: str) -> Iterator[LlamaBackend]:
+    def _context(
+        self, flash_attn: str, kv_type: str, n_ctx: int | None = None
+    ) -> Iterator[LlamaBackend]:
         from .. import native
 
         with ExitStack() as stack:
             backend = stack.enter_context(
                 native.open_context(
                     self.model,
-                    ctx_tokens=self.n_ctx,
+                    ctx_tokens=n_ctx or self.n_ctx,
                     threads=self.options.threads or (self.threads[0] if self.threads else None),
                     threads_batch=self.options.threads
                     or (self.threads[1] if self.threads else None),
@@ -326,15 +333,21 @@ class _Run:
         self.warn(warning)
 
     def _compare(self, found: Sequence[tuple[dict[str, Any], LatencyProfile]]) -> None:
-        """Plain steps of all settings in turn: their profiles were measured one after another."""
+        """Plain steps of all settings in turn: their profiles were measured one after another.
+
+        All contexts are open at once, so they share the memory that one was measured with.
+        """
         if len(found) < 2:
             return
         middle, longest = self._expected(), min(p.limit_tokens for _, p in found)
-        contexts = [c for c in dict.fromkeys((middle, longest)) if c + 8 < self.n_ctx]
+        room = min(self._tokens_that_fit(s["kv_type"]) for s, _ in found) // len(found)
+        n_ctx = min(self.n_ctx, max(middle + _COMPARE_ROOM, room or self.n_ctx))
+        longest = min(longest, n_ctx - _COMPARE_ROOM)
+        contexts = [c for c in dict.fromkeys((middle, longest)) if 0 < c < n_ctx - 8]
         with ExitStack() as stack:
             try:
                 backends = [
-                    stack.enter_context(self._context(s["flash_attn"], s["kv_type"]))
+                    stack.enter_context(self._context(s["flash_attn"], s["kv_type"], n_ctx))
                     for s, _ in found
                 ]
             except ContextError:

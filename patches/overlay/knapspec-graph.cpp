@@ -498,8 +498,12 @@ bool knapspec_prune(
     const std::vector<ggml_tensor *> writes = find_writes(nodes);
     const std::vector<ggml_tensor *> leafs(gf->leafs, gf->leafs + gf->n_leafs);
 
+    tensor_set read_before; // memory read by any node
     for (ggml_tensor * t : nodes) {
         for (int k = 0; k < GGML_MAX_SRC; ++k) {
+            if (t->src[k]) {
+                read_before.insert(root_of(t->src[k]));
+            }
             resolve(t->src[k]);
         }
         if (t->view_src && stand_in.count(t->view_src)) {
@@ -563,10 +567,13 @@ bool knapspec_prune(
     }
 
     ggml_graph_clear(gf);
-    // inputs stay allocated although nothing may read them: llama.cpp fills each of them before every computation
+    // Inputs stay allocated although nothing may read them: llama.cpp fills each of them before every computation. A view
+    // reads those that nothing does any more: when the cache has grown, the allocator looks only at what nodes read to see that
+    // its buffers have become too small.
     for (ggml_tensor * t : leafs) {
         if (t->flags & GGML_TENSOR_FLAG_INPUT) {
-            ggml_build_forward_expand(gf, t);
+            const bool lost = read_before.count(t) && !read.count(t);
+            ggml_build_forward_expand(gf, lost ? ggml_view_1d(res.get_ctx(), t, 1, 0) : t);
         }
     }
     for (ggml_tensor * t : nodes) {

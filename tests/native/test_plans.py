@@ -98,7 +98,8 @@ def test_each_skip_drops_its_own_nodes(backend: Any) -> None:
     dropped = [full - nodes_under(backend, skip(backend, i)) for i in (first, second)]
     both = full - nodes_under(backend, skip(backend, first, second))
     assert min(dropped) > 5
-    assert both == sum(dropped)
+    # a view is left for each input that only the two together had read
+    assert 0 <= sum(dropped) - both <= 2
 
 
 def nodes_under(context: Any, plan: Plan | None) -> int:
@@ -447,3 +448,24 @@ def test_tokens_outside_the_vocabulary_do_not_crash(backend: Any) -> None:
     assert backend.n_past == 0
     with pytest.raises(ValueError, match="outside"):
         backend.model.token_bytes(-1)
+
+
+def test_a_plan_without_any_attention_outlives_a_growing_cache(
+    patched_library: Path, tiny_models: Path
+) -> None:
+    """Nothing reads the mask then, and it grows with the cache: the kept graph has to notice."""
+    with (
+        open_model(tiny_models / "llama-dense.gguf") as model,
+        open_context(model, ctx_tokens=4096, kv_type="f32", flash_attn="off") as context,
+        open_context(model, ctx_tokens=4096, kv_type="f32", flash_attn="off") as fresh,
+    ):
+        attention = [s.index for s in context.sublayers if s.kind is Kind.ATTENTION]
+        plan = Plan.skipping(len(context.sublayers), attention)
+        for n_tokens in (100, 600, 4000):
+            context.fill(n_tokens)
+            context.decode(TOKENS[0], GREEDY, plan)
+            rows = context.logits()
+            context.truncate(0)
+        fresh.fill(4000)
+        fresh.decode(TOKENS[0], GREEDY, plan)
+        assert np.array_equal(rows, fresh.logits()), "no attention, so no undefined cell is read"

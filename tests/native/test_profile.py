@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from knapspec_edge import native
 from knapspec_edge.apps import profile
 from knapspec_edge.apps.profile import Options
+from knapspec_edge.config import Config
 from knapspec_edge.engine import Engine, Settings
 from knapspec_edge.errors import Interrupted, UsageError
 from knapspec_edge.records import Sampling
@@ -118,3 +121,25 @@ def test_interrupted_what_there_is_is_kept(
 
     with pytest.raises(Interrupted):
         profile.run(model, Options(ctx=100, budget_seconds=1.0), at_once)
+
+
+def test_settings_compared_at_once_share_the_memory_of_one(
+    patched_library: Path,
+    tiny_models: Path,
+    user_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[int] = []
+    original = native.open_context
+
+    def open_context(model: Any, **settings: Any) -> Any:
+        opened.append(settings["ctx_tokens"])
+        return original(model, **settings)
+
+    monkeypatch.setattr(native, "open_context", open_context)
+    monkeypatch.setattr(profile._Run, "_tokens_that_fit", lambda *_: 4000)
+    small = Config(expected_context_tokens=100)
+    options = Options(ctx=4000, budget_seconds=2.0)
+    report = profile.run(tiny_models / "llama-dense.gguf", options, config=small)
+    assert len(report.results) == 2
+    assert opened == [4000, 4000, 2000, 2000, 4000], "profiles, the comparison, fidelity"
