@@ -98,8 +98,9 @@ def test_each_skip_drops_its_own_nodes(backend: Any) -> None:
     dropped = [full - nodes_under(backend, skip(backend, i)) for i in (first, second)]
     both = full - nodes_under(backend, skip(backend, first, second))
     assert min(dropped) > 5
-    # a view is left for each input that only the two together had read
-    assert 0 <= sum(dropped) - both <= 2
+    # where the two together are all attention there is, a view is left for each input that nothing
+    # reads any more: positions, mask, where keys go and where values go
+    assert 0 <= sum(dropped) - both <= 4
 
 
 def nodes_under(context: Any, plan: Plan | None) -> int:
