@@ -14,6 +14,8 @@ from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, THREADS_MAX
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .engine import Engine, Settings
     from .models import Model
     from .models import Progress as FetchProgress
@@ -554,7 +556,6 @@ def profile(
     """
     from pathlib import Path
 
-    from . import models as store
     from .apps import profile as app
     from .apps import profile_report
     from .terminal import Terminal
@@ -567,12 +568,7 @@ def profile(
         # What cannot be drawn is said before minutes are spent on measuring it.
         plots.check(drawing)
     try:
-        path = store.obtain(
-            model or store.default_model().name,
-            accept_licence=options["accept_licence"],
-            confirm=_confirm_licence(terminal),
-            progress=_fetch_progress(terminal),
-        )
+        path = _obtain(model, options, terminal)
         report = app.run(
             path,
             app.Options(
@@ -737,6 +733,18 @@ def _unescaped(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
+def _obtain(model: str | None, options: dict[str, Any], terminal: Terminal) -> Path:
+    """The model's file, fetched if need be; without a MODEL the demo's."""
+    from . import models as store
+
+    return store.obtain(
+        model or store.default_model().name,
+        accept_licence=options["accept_licence"],
+        confirm=_confirm_licence(terminal),
+        progress=_fetch_progress(terminal),
+    )
+
+
 def _open(
     model: str | None,
     options: dict[str, Any],
@@ -747,17 +755,10 @@ def _open(
     expected_tokens: int | None = None,
 ) -> Engine:
     """Fetch the model if need be, open it, and say what there is to be warned of."""
-    from . import models as store
     from .engine import Engine
 
-    path = store.obtain(
-        model or store.default_model().name,
-        accept_licence=options["accept_licence"],
-        confirm=_confirm_licence(terminal),
-        progress=_fetch_progress(terminal),
-    )
     engine = Engine.open(
-        path,
+        _obtain(model, options, terminal),
         ctx=options["ctx"],
         threads=options["threads"],
         gpu_layers=options["gpu_layers"],

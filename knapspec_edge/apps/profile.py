@@ -315,7 +315,7 @@ class _Run:
             profile = measure_latency(
                 backend,
                 budget_seconds=max(0.5, left / (of - n)),
-                tokens=self._calibration(backend),
+                tokens=calibration_tokens(self.model, self._template()),
                 config=self.config,
                 progress=lambda share: self.progress("profile", share_here * (first + share / of)),
                 unfinished=self._take_unfinished,
@@ -394,9 +394,6 @@ class _Run:
         # a geometric grid: its steps sum to about twice the last one, and the first one each
         doublings = max(1, self.n_ctx // 128).bit_length()
         return min(most, max(least, _ASSUMED_STEPS * (2 * times[1] + doublings * times[0])))
-
-    def _calibration(self, backend: LlamaBackend) -> list[int]:
-        return calibration_tokens(self.model, self._template())
 
     def _template(self) -> ChatTemplate | None:
         try:

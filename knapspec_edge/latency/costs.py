@@ -94,7 +94,7 @@ class Costs:
             for i, mode in enumerate(plan.modes)
             if mode.kind is ModeKind.SKIP
         )
-        return max(self._rest(step_ms, per_class), step_ms - saved)
+        return max(0.0, step_ms - self._spent(per_class), step_ms - saved)
 
     def verify_ms(self, context_tokens: float, width: int) -> float:
         """A pass of the full model over `width` tokens, a pick for each. Never below a step.
@@ -139,8 +139,7 @@ class Costs:
 
     def fixed_ms(self, context_tokens: float) -> float:
         """What is neither a sublayer nor the head: embedding, masks, launching the graph."""
-        per_class = [curve(context_tokens) for curve in self._curves]
-        return max(0.0, self._rest(self.step_ms(context_tokens), per_class) - self._head_ms)
+        return max(0.0, self.rest_ms(context_tokens))
 
     def rest_ms(self, context_tokens: float) -> float:
         """What a step takes beyond all sublayers and the head, each taken by itself.
@@ -149,11 +148,8 @@ class Costs:
         processors whose cache holds a good part of the weights from step to step, less work also
         means that more of it is found there.
         """
-        spent = sum(
-            len(cls.members) * curve(context_tokens)
-            for cls, curve in zip(self.classes, self._curves, strict=True)
-        )
-        return self.step_ms(context_tokens) - spent - self._head_ms
+        per_class = [curve(context_tokens) for curve in self._curves]
+        return self.step_ms(context_tokens) - self._spent(per_class) - self._head_ms
 
     def share(self, kinds: Iterable[str], context_tokens: float) -> float:
         """Share of a plain step that is spent in sublayers of these kinds, 0..1."""
@@ -321,9 +317,9 @@ class Costs:
 
         return ClassCost(cls, line, is_line, tuple(points)), curve
 
-    def _rest(self, step_ms: float, per_class: list[float]) -> float:
-        spent = sum(len(cls.members) * ms for cls, ms in zip(self.classes, per_class, strict=True))
-        return max(0.0, step_ms - spent)
+    def _spent(self, per_class: list[float]) -> float:
+        """Time of all sublayers, from that of one of each class."""
+        return sum(len(cls.members) * ms for cls, ms in zip(self.classes, per_class, strict=True))
 
     def _fit_head(self) -> None:
         """Full steps with and without logits; the latter also leave out the last MLP, whose rows

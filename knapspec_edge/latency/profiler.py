@@ -51,8 +51,8 @@ _WIDE = (24, 32)
 _CORE_WIDTHS = (4, 8, 2, 6, 3, 5)
 _KIND_WIDTHS = (4, 8, 16)  # at which attention and MLP are told apart
 _VERIFY_CONTEXTS = 4  # at which all widths are timed, at most
-_MIXTURES = 3  # random plans among those that are fitted, per context
-_MIXTURE_SHARES = (0.15, 0.3, 0.5)  # of the sublayers they leave out
+# Shares of the sublayers that random plans leave out; there is one plan of each at every context.
+_MIXTURE_SHARES = (0.15, 0.3, 0.5)
 # Expected relative error of a time that was not measured: without anything to go by, of a pass
 # wider than any that was timed there, between neighbours.
 _UNKNOWN = 0.5
@@ -293,7 +293,7 @@ class _Profiler:
 
     def _core_steps(self) -> float:
         """Rough cost of what is measured first at an end of the grid, in its plain steps."""
-        drafts = 2 * (2 + 1.5 * len(self.classes) + _MIXTURES)
+        drafts = 2 * (2 + 1.5 * len(self.classes) + len(_MIXTURE_SHARES))
         widths = [b for b in _CORE_WIDTHS if b <= self.widest]
         return drafts + 2 * sum(1 + _ASSUMED_TOKEN_SHARE * (b - 1) for b in widths)
 
@@ -317,7 +317,7 @@ class _Profiler:
         curves = set(grid[::-stride]) | ends
         mixtures = [
             tuple(sorted(self._random.sample(range(n), max(1, round(share * n)))))
-            for share in _MIXTURE_SHARES[:_MIXTURES]
+            for share in _MIXTURE_SHARES
         ]
         for context in grid:
             core = context in ends | middle
