@@ -293,33 +293,31 @@ def _basis(report: PlanReport) -> Section:
     times = f"measured {age}, at {counted(len(contexts), 'context')}"
     if len(contexts) > 1:
         times += f" of {contexts[0]:,} to {contexts[-1]:,} tokens"
-    settings = [text for key, text in _settings(outlook.settings)]
-    if report.settings_reason is not None:
-        settings.append(report.settings_reason)
-    if report.device is not None:
-        settings.append(report.device)
     kept = "taken from what is kept" if outlook.from_cache else "measured now"
     pairs = [
         ("judged", judged),
         ("times", times),
-        ("settings", ", ".join(settings) or "unknown"),
+        ("settings", ", ".join(_settings(outlook.settings)) or "unknown"),
+        ("chosen", report.settings_reason or ""),
+        ("device", report.device or ""),
         ("policy", outlook.policy),
         ("took", f"{duration(report.elapsed_seconds)}, {kept}"),
     ]
+    pairs = [pair for pair in pairs if pair[1]]
     return Section("What this rests on", (Facts(clean_pairs(pairs)),))
 
 
-def _settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(settings: Mapping[str, Any]) -> list[str]:
     """Those that times depend on, in words, as far as they are known."""
     found = []
     if "threads" in settings:
         several = settings.get("threads_batch", settings["threads"])
         more = "" if several == settings["threads"] else f" ({several} for several tokens)"
-        found.append(("threads", counted(settings["threads"], "thread") + more))
+        found.append(counted(settings["threads"], "thread") + more)
     if "flash_attn" in settings:
-        found.append(("flash_attn", f"flash attention {settings['flash_attn']}"))
+        found.append(f"flash attention {settings['flash_attn']}")
     if "kv_type" in settings:
-        found.append(("kv_type", f"{settings['kv_type']} keys and values"))
+        found.append(f"{settings['kv_type']} keys and values")
     return found
 
 

@@ -379,7 +379,8 @@ def _why(decision: Decision, judged: Sequence[JudgedPlan], config: Config) -> st
         return (
             f"α = {best.agreement:.2f} of the best draft's picks agree, but drafting a token "
             f"costs c = {best.draft_cost:.2f} and verifying it s = {best.verify_slope:.2f} of a "
-            f"step at least: α <= c + s, so no draft length gains"
+            f"step at least: α <= c + s = {best.draft_cost + best.verify_slope:.2f}, so no draft "
+            "length gains"
         )
     if best.ratio <= 1.0:
         return f"{round_}: {best.ratio:.2f}x of plain decoding"

@@ -42,7 +42,7 @@ def _figure(report: PlanReport) -> Figure:
     verdict = f"speculation {outlook.state}"
     # names may hold what would be read as a formula
     figure.suptitle(f"{title(report)}: {verdict}", fontsize=13, parse_math=False)
-    above, below = figure.subfigures(2, 1, height_ratios=(1.0, 2.6))
+    above, below = np.asarray(figure.subfigures(2, 1, height_ratios=(1.0, 2.6)), dtype=object)
     _draw_picture(above.subplots(), report)
     left, right = below.subplots(1, 2)
     _draw_items(left, report)
@@ -98,9 +98,7 @@ def _draw_items(axes: Axes, report: PlanReport) -> None:
         faces = ["white" if i.mode != "full" else colour for i in items]
         axes.scatter(x, y, s=sizes, facecolors=faces, edgecolors=colour, linewidths=1.2, zorder=3)
         axes.scatter([], [], s=40, color=colour, label=kind_name(kind))
-    axes.scatter(
-        [], [], s=40, facecolors="white", edgecolors="#555555", label="not run in the draft"
-    )
+    axes.scatter([], [], s=40, facecolors="white", edgecolors="#555555", label="left out")
     axes.set_ylim(-0.03, 1.05)
     axes.set_xlabel("layer")
     axes.set_ylabel("picks that survive leaving it out (95 %)")
@@ -114,9 +112,7 @@ def _draw_curve(axes: Axes, report: PlanReport) -> None:
     points = [p for p in outlook.curve if p.efficient]
     x = [100.0 * p.saved_share for p in points]
     axes.plot(x, [p.alpha for p in points], color="#009E73", linewidth=1.6, label="α, predicted")
-    axes.plot(
-        x, [p.ratio for p in points], color="#CC79A7", linewidth=1.6, label="speed, predicted"
-    )
+    axes.plot(x, [p.ratio for p in points], color="#CC79A7", linewidth=1.6, label="its speed")
     judged = outlook.judged
     saved = [100.0 * (1.0 - j.draft_cost) for j in judged]
     if judged:
