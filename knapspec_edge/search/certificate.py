@@ -105,9 +105,9 @@ def requirement(states: NDArray[np.float32], head: Head) -> Requirement:
     """The least cosines that guarantee the target's token, for states f32 [r, n_embd].
 
     One multiplication of all states with the head gives the logits, and one of the predicted rows
-    with it the distances that the loose form asks for, both in 32 bits; every competitor that could
-    be the nearest in spite of their rounding is looked at again in 64. Memory: r x n_vocab x 4
-    bytes, and a chunk of the head at a time. Raises ValueError for states of another shape or
+    with it their distances, both in 32 bits; every competitor that could be the nearest in spite of
+    the rounding is looked at again in 64. Memory: 2 x r x n_vocab x 4 bytes, and a chunk of the
+    head at a time. Raises ValueError for states of another shape or
     dtype, and for numbers that are not finite.
     """
     _check(states, head)
@@ -123,12 +123,25 @@ def requirement(states: NDArray[np.float32], head: Head) -> Requirement:
     sine = np.zeros(r, dtype=np.float64)  # of the angle to the nearest plane
     for p in range(r):
         if lengths[p] > 0.0:
-            token[p] = _winner(exact_states[p], lengths[p], logits[p], norms, error, head)
-            margin[p], sine[p] = _nearest(
-                exact_states[p], lengths[p], int(token[p]), logits[p], norms, error, head
+            token[p], margin[p] = _winner(
+                exact_states[p], lengths[p], logits[p], norms, error, head
+            )
+    unique, row = np.unique(token, return_inverse=True)
+    squares = _squared_distances(unique, norms, head)  # f32 [u, V]
+    farthest = _farthest(unique, squares, head)[row]  # f64 [r]: max_j |w_i* - w_j|
+    for p in range(r):
+        if lengths[p] > 0.0:
+            sine[p] = _nearest(
+                exact_states[p],
+                lengths[p],
+                int(token[p]),
+                logits[p],
+                squares[row[p]],
+                norms,
+                error,
+                head,
             )
     tight = np.sqrt(np.maximum(0.0, 1.0 - sine**2))
-    farthest = _farthest(token, norms, head)  # f64 [r]: max_j |w_i* - w_j|
     with np.errstate(divide="ignore", invalid="ignore"):
         loose = 1.0 - 0.5 * (margin / (lengths * farthest)) ** 2
     undecided = ~(sine > 0.0)
@@ -225,15 +238,19 @@ def _winner(
     norms: NDArray[np.float64],
     error: float,
     head: Head,
-) -> int:
-    """The first of the largest logits, in 64 bits where 32 do not tell."""
-    best = int(np.argmax(logits))
-    doubt = 2.0 * error * length * (norms[best] + norms)
-    candidates = np.flatnonzero(logits >= logits[best] - doubt)
-    exact = head.take(candidates).astype(np.float64) @ state
-    if head.bias is not None:
-        exact += head.bias[candidates]
-    return int(candidates[np.argmax(exact)])
+) -> tuple[int, float]:
+    """The first of the largest logits, and by how much it is the largest (infinite without
+    competitors): in 64 bits where 32 do not tell."""
+    second = np.argpartition(logits, -2)[-2] if len(logits) > 1 else 0
+    doubt = 2.0 * error * length * (norms[second] + norms)
+    candidates = np.flatnonzero(logits >= logits[second] - doubt)
+    rows = head.take(candidates).astype(np.float64)
+    bias = np.zeros(len(rows)) if head.bias is None else head.bias[candidates].astype(np.float64)
+    first = int(np.argmax(rows @ state + bias))
+    # of differences, so that nearly equal rows are told apart
+    gaps = (rows[first] - rows) @ state + (bias[first] - bias)
+    others = np.delete(gaps, first)
+    return int(candidates[first]), max(0.0, float(others.min(initial=np.inf)))
 
 
 def _nearest(
@@ -241,68 +258,71 @@ def _nearest(
     length: float,
     winner: int,
     logits: NDArray[np.float32],
+    squares: NDArray[np.float32],
     norms: NDArray[np.float64],
     error: float,
     head: Head,
-) -> tuple[float, float]:
-    """(margin, sine of the angle between the state and the nearest plane on which a competitor
-    draws level). Infinite without competitors; 0 for a tie."""
-    # |d_j| <= |w_i*| + |w_j|, so no sine is less than this, and only few have to be known exactly.
-    scale = length * (norms[winner] + norms)
+) -> float:
+    """The sine of the angle between the state and the nearest plane on which a competitor draws
+    level. Infinite without competitors; 0 for a tie."""
+    # The sine is not less than this, whatever the rounding, so only few have to be known exactly.
+    doubt = 2.0 * error * (norms[winner] + norms)  # of m_j
+    distances = np.sqrt(squares + 4.0 * error * (norms[winner] + norms) ** 2)
     with np.errstate(divide="ignore", invalid="ignore"):
-        least = (float(logits[winner]) - logits) / scale - 2.0 * error  # f64 [V]
-    least = np.where(scale > 0.0, least, -np.inf)
+        least = ((float(logits[winner]) - logits) / length - doubt) / distances  # f64 [V]
+    least = np.where(distances > 0.0, least, -np.inf)
     least[winner] = np.inf
     own = head.take(np.array([winner]))[0].astype(np.float64)
-    margin = sine = np.inf
+    sine = np.inf
     wanted = _FIRST_ROWS
     while True:
         candidates = np.flatnonzero(least < np.inf)
         if len(candidates) > wanted:
             candidates = np.argpartition(least, wanted)[:wanted]
         if not len(candidates) or least[candidates].min() > sine:
-            return margin, sine
+            return sine
         candidates = np.sort(candidates)
         differences = own - head.take(candidates)
         gaps = differences @ state
-        squares = np.einsum("nd,nd->n", differences, differences)
+        exact = np.einsum("nd,nd->n", differences, differences)
         if head.bias is not None:
             apart = float(head.bias[winner]) - head.bias[candidates].astype(np.float64)
             gaps += apart
-            squares += apart**2
+            exact += apart**2
         with np.errstate(divide="ignore", invalid="ignore"):
-            sines = np.minimum(1.0, gaps / (np.sqrt(squares) * length))
-        sines[~((gaps > 0.0) & (squares > 0.0))] = 0.0  # equal rows tie whatever the state
+            sines = np.minimum(1.0, gaps / (np.sqrt(exact) * length))
+        sines[~((gaps > 0.0) & (exact > 0.0))] = 0.0  # equal rows tie whatever the state
         sine = min(sine, float(sines.min()))
-        margin = min(margin, max(0.0, float(gaps.min())))
         least[candidates] = np.inf
         wanted = min(_MOST_ROWS, 4 * wanted)
 
 
-def _farthest(
-    token: NDArray[np.int64],
-    norms: NDArray[np.float64],
-    head: Head,
-) -> NDArray[np.float64]:
-    """f64 [r]: the largest distance of a row of the head from that of each token."""
-    unique, back = np.unique(token, return_inverse=True)
-    bias = head.bias
-    own = head.take(unique)  # f32 [u, d]
-    largest = np.zeros(len(unique), dtype=np.float64)
-    at = np.zeros(len(unique), dtype=np.int64)
+def _squared_distances(
+    tokens: NDArray[np.int64], norms: NDArray[np.float64], head: Head
+) -> NDArray[np.float32]:
+    """f32 [u, V]: |w_t - w_j|^2 of the rows of these tokens to all others, to 32 bits, 0 or more.
+
+    Off by no more than 4 e (|w_t| + |w_j|)^2, where e is the relative error of a sum of products.
+    """
+    squares = np.empty((len(tokens), head.n_vocab), dtype=np.float32)
+    own = head.take(tokens)  # f32 [u, d]
     for start in range(0, head.n_vocab, _CHUNK_ROWS):
         stop = min(head.n_vocab, start + _CHUNK_ROWS)
         products = (own @ head.rows(start, stop).T).astype(np.float64)  # f64 [u, chunk]
-        if bias is not None:
-            products += np.outer(bias[unique], bias[start:stop])
-        squares = norms[unique, None] ** 2 + norms[start:stop] ** 2 - 2.0 * products
-        best = squares.argmax(axis=1)
-        value = squares[np.arange(len(unique)), best]
-        better = value > largest
-        largest[better] = value[better]
-        at[better] = start + best[better]
-    exact = own.astype(np.float64) - head.take(at)
-    squares = np.einsum("ud,ud->u", exact, exact)
-    if bias is not None:
-        squares += (bias[unique].astype(np.float64) - bias[at]) ** 2
-    return np.asarray(np.sqrt(squares)[back])
+        if head.bias is not None:
+            products += np.outer(head.bias[tokens].astype(np.float64), head.bias[start:stop])
+        sums = norms[tokens, None] ** 2 + norms[start:stop] ** 2
+        squares[:, start:stop] = np.maximum(0.0, sums - 2.0 * products)
+    return squares
+
+
+def _farthest(
+    tokens: NDArray[np.int64], squares: NDArray[np.float32], head: Head
+) -> NDArray[np.float64]:
+    """f64 [u]: the largest of the distances that `_squared_distances` gives, exactly."""
+    at = squares.argmax(axis=1)
+    exact = head.take(tokens).astype(np.float64) - head.take(at)
+    result = np.einsum("ud,ud->u", exact, exact)
+    if head.bias is not None:
+        result += (head.bias[tokens].astype(np.float64) - head.bias[at]) ** 2
+    return np.asarray(np.sqrt(result))
