@@ -76,7 +76,7 @@ bool knapspec_context::branching::find_cells(placed & place, int32_t n_tokens, i
             place.cells.push_back(i);
         }
     }
-    if (place.cache->n_swa > 0) {
+    if (place.cache->swa_type != LLAMA_SWA_TYPE_NONE) {
         for (uint32_t i = 0; i < cells.size() && place.cells.size() + place.taken.size() < wanted; ++i) {
             if (!cells.is_empty(i) && cells.pos_get(i) < place.first) {
                 place.taken.push_back(i);
@@ -173,7 +173,7 @@ int32_t knapspec_context::branching::begin(llama_pos start, const llama_token * 
     places.clear();
     for (llama_kv_cache * cache : caches()) {
         placed place = { cache, 0, cache->v_heads[0], {}, {}, {}, {} };
-        if (cache->n_swa > 0) {
+        if (cache->swa_type != LLAMA_SWA_TYPE_NONE) {
             place.first = std::max<llama_pos>(0, start - (llama_pos) cache->n_swa);
             const llama_pos oldest = cache->seq_pos_min(0);
             if (start > 0 && (oldest < 0 || oldest > place.first)) {
