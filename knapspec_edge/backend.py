@@ -35,9 +35,7 @@ class Branches(Protocol):
         """
         ...
 
-    def head(
-        self, states: NDArray[np.float32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def head(self, states: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Final norm and head: (greedy tokens i32, probabilities f32), both [branches, tokens]."""
         ...
 
@@ -136,9 +134,7 @@ class Backend(Protocol):
         """
         ...
 
-    def hidden_states(
-        self, tokens: Sequence[int], plan: Plan | None = None
-    ) -> NDArray[np.float32]:
+    def hidden_states(self, tokens: Sequence[int], plan: Plan | None = None) -> NDArray[np.float32]:
         """Append tokens under a plan; the residual stream f32 [sublayers, tokens, hidden] after
         each sublayer. A skipped one leaves it as it was.
 

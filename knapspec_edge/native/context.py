@@ -95,14 +95,10 @@ class LlamaBranches:
             raise PlanError(f"{backend.sublayers[sublayer]} belongs to the first layer")
         given = self._checked(states)
         result = np.empty_like(given)
-        self._call(
-            "knapspec_branch_apply", sublayer, len(given), _floats(given), _floats(result)
-        )
+        self._call("knapspec_branch_apply", sublayer, len(given), _floats(given), _floats(result))
         return result
 
-    def head(
-        self, states: NDArray[np.float32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def head(self, states: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         given = self._checked(states)
         tokens = np.empty(given.shape[:2], dtype=np.int32)
         probabilities = np.empty(given.shape[:2], dtype=np.float32)
@@ -258,7 +254,6 @@ class LlamaBackend(Closing):
         }
 
     def _read_sublayers(self) -> None:
-        model = self.model
         self._sublayers: tuple[SubLayer, ...] = ()
         self._traits: tuple[Traits, ...] = ()
         self._n_hidden = 0  # width of the residual stream
@@ -518,9 +513,7 @@ class LlamaBackend(Closing):
 
     # hidden states
 
-    def hidden_states(
-        self, tokens: Sequence[int], plan: Plan | None = None
-    ) -> NDArray[np.float32]:
+    def hidden_states(self, tokens: Sequence[int], plan: Plan | None = None) -> NDArray[np.float32]:
         n = len(tokens)
         if not n:
             raise ValueError("there is nothing to evaluate")
