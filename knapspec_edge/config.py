@@ -89,6 +89,14 @@ class Config:
     plan_confidence: float = 2.0  # standard errors of the band that acceptance should stay in
     calibration_memory_tokens: float = 512.0  # drafted tokens that acceptance is estimated from
 
+    # search over hidden states
+    dp_min_cosine: float = 0.5  # the paper's τ
+    dp_budget_share: float = 0.5  # of the total weight, skipped at most (the paper's K/2)
+    dp_window_tokens: int = 8  # about the length of a draft
+    dp_max_branches: int = 8  # alive at once; window x branches is a pass of 64 tokens
+    dp_paper_window_tokens: int = 55  # 5 rounds of 10 drafted tokens and one more
+    dp_paper_weight_cap: int = 5  # of the published code
+
     # online guard (auto only)
     guard_plain_rounds: int = 3  # plain steps that measure the speed speculation has to beat
     guard_interval_rounds: int = 64  # drafting rounds between two such measurements
