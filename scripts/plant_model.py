@@ -206,6 +206,8 @@ def _values(
             continue
         value, kind = field.contents(), field.types[0]
         is_array = kind == gguf.GGUFValueType.ARRAY
+        if is_array and not value:  # the gguf package does not write empty arrays
+            continue
         element = field.types[-1] if is_array else None
         if field.name == f"{architecture}.block_count":
             value = len(layers)
@@ -478,7 +480,12 @@ def main(arguments: list[str] | None = None) -> int:
             raise UsageError(f"-o {target}: there is no folder {target.parent}")
         items = parse_items(options.plant)
         record, lost = plant(
-            models.obtain(options.model), target, items, options.insert, options.type, options.factor
+            models.obtain(options.model),
+            target,
+            items,
+            options.insert,
+            options.type,
+            options.factor,
         )
     except DownloadError as error:
         print(f"error: {str(error).split('; ')[0]}", file=sys.stderr)
@@ -494,8 +501,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     if lost:
         print(
-            f"warning: {options.type} holds little of {len(lost)} planted tensors ({lost[0]} is the "
-            "first), which then do nothing at all: a larger --factor keeps them",
+            f"warning: {options.type} holds little of {len(lost)} planted tensors (the first is "
+            f"{lost[0]}), which then do nothing at all: a larger --factor keeps them",
             file=sys.stderr,
         )
     print(target)
