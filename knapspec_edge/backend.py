@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .records import Pick, Plan, Sampling, SubLayer, Traits
+from .records import GREEDY, Pick, Plan, Sampling, SubLayer, Traits
 
 
 class Backend(Protocol):
@@ -86,6 +86,26 @@ class Backend(Protocol):
         """Append tokens under a plan in one pass: greedy token and its probability per row.
 
         Returns (tokens i32 [n], probabilities f32 [n]). For judging plans; truncate afterwards.
+        """
+        ...
+
+    @property
+    def max_beside_tokens(self) -> int:
+        """Most tokens that `evaluate_beside` takes in one pass; 0 where it is impossible."""
+        ...
+
+    def evaluate_beside(
+        self,
+        blocks: Sequence[tuple[int, Sequence[int]]],
+        plan: Plan | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        """What would be picked if the cache ended earlier, without touching it; one pass.
+
+        A block (start, tokens) holds tokens at positions start.., behind the first `start` tokens
+        of the cache under the plan; blocks see nothing of each other. Returns per block (picks i32
+        [n], probabilities f32 [n]). Raises ContextError where no cells are left for it or a sliding
+        window no longer holds what lies before a block, Interrupted.
         """
         ...
 

@@ -22,6 +22,9 @@ class Config:
     # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
     kept_graphs: int = 6
 
+    # Cells of the cache beyond the context, for passes beside the text that judge plans.
+    beside_tokens: int = 128
+
     # drafting
     draft_max_tokens: int = 8  # γ tried by the planner: 1..this
     draft_min_probability: float = 0.7  # the paper's stop threshold

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knapspec_edge.errors import ContextError, Interrupted, RollbackError
-from knapspec_edge.records import Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
+from knapspec_edge.records import GREEDY, Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
 
 TARGET = "target"
 HOLLOW = -1  # token of a cell that was filled without computing
@@ -163,6 +163,7 @@ class FakeBackend:
         parallel: bool = False,
         can_cut: bool = True,
         slice_tokens: int = 8,
+        beside_tokens: int = 32,
     ) -> None:
         self.model = model or ToyModel()
         self.n_ctx = n_ctx
@@ -174,6 +175,7 @@ class FakeBackend:
         self.costs = costs or Costs()
         self.can_cut = can_cut
         self.slice_tokens = slice_tokens
+        self.beside_tokens = beside_tokens
         self.settings: dict[str, Any] = {"threads": 2, "kv_type": "f16", "devices": ["toy"]}
         self.now_ms = 0.0
         self.log: list[tuple[str, Any]] = []  # (call, argument)
@@ -267,6 +269,44 @@ class FakeBackend:
             np.array([p.token for p in picks], dtype=np.int32),
             np.array([p.probability for p in picks], dtype=np.float32),
         )
+
+    @property
+    def max_beside_tokens(self) -> int:
+        return self.beside_tokens if self.sublayers else 0
+
+    def evaluate_beside(
+        self,
+        blocks: Sequence[tuple[int, Sequence[int]]],
+        plan: Plan | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        total = sum(len(tokens) for _, tokens in blocks)
+        assert 1 <= total <= self.max_beside_tokens
+        if self.on_call is not None:
+            self.on_call("beside")
+        self.log.append(("beside", plan))
+        number = self._calls
+        self._calls += 1
+        longest = max(start for start, _ in blocks)
+        step = self.costs.step_ms(self.sublayers, longest, plan)
+        self.now_ms += step * (1.0 + self.costs.per_token * (total - 1))
+        if (failure := self.fail_at.pop(number, None)) is not None:
+            raise failure
+        found = []
+        for start, tokens in blocks:
+            assert 0 <= start <= self.n_past
+            assert tokens
+            assert start + len(tokens) <= self.n_ctx
+            text = [*self._tokens[:start], *tokens]
+            ends = range(start + 1, len(text) + 1)
+            picks = [self.model.pick(text[:end], sampling, plan) for end in ends]
+            found.append(
+                (
+                    np.array([p.token for p in picks], dtype=np.int32),
+                    np.array([p.probability for p in picks], dtype=np.float32),
+                )
+            )
+        return found
 
     def append(self, tokens: Sequence[int], plan: Plan | None = None) -> None:
         before = self.now_ms

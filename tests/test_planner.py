@@ -25,16 +25,14 @@ from knapspec_edge.latency.store import Store, default_folder
 from knapspec_edge.records import GREEDY, SKIP, Draft, Kind, Mode, ModeKind, Plan
 from knapspec_edge.search import plan_file, planner
 from knapspec_edge.search.acceptance import judge
+from knapspec_edge.search.candidates import candidate_plans
+from knapspec_edge.search.draft_length import FixedRule
+from knapspec_edge.search.judged import Measured
 from knapspec_edge.search.knapsack import Option, solve
-from knapspec_edge.search.planner import (
-    Decision,
-    Measured,
-    candidate_plans,
-    choose_effort,
-    decide,
-    measurement_key,
-)
+from knapspec_edge.search.measurement import choose_effort
+from knapspec_edge.search.planner import Decision, decide, measurement_key
 from knapspec_edge.search.throughput import (
+    Window,
     can_pay,
     expected_tokens,
     expected_tokens_geometric,
@@ -130,7 +128,9 @@ class TestThroughput:
     )
     def test_replay_stays_within_what_a_round_can_do(self, rows, gamma, threshold) -> None:
         agree, probability = [a for a, _ in rows], [p for _, p in rows]
-        result = replay(agree, probability, gamma, threshold, 1.0, lambda b: 2.0 + b)
+        window = Window(tuple(agree), tuple(probability))
+        rule = FixedRule(gamma, threshold)
+        result = replay([window], rule, 1.0, lambda b: 2.0 + b)
         if len(rows) < gamma:
             assert result is None
             return
@@ -142,7 +142,8 @@ class TestThroughput:
         assert result.ms_per_token == pytest.approx(spent / result.tokens_per_round)
 
     def test_replay_by_hand(self) -> None:
-        result = replay([True, False, True], [0.9, 0.9, 0.1], 2, 0.5, 1.0, lambda b: float(b))
+        window = Window((True, False, True), (0.9, 0.9, 0.1))
+        result = replay([window], FixedRule(2, 0.5), 1.0, float)
         # from 0: two drafted, one right; from 1: two drafted (the second doubtful), none right
         assert result is not None
         assert result.tokens_per_round == 1.5
@@ -357,7 +358,7 @@ class TestMeasurement:
         whole, harmed = judge(backend, text.window, plans, 8)
         assert whole.agreement == 1.0
         assert harmed.agreement < 0.8
-        assert len(whole.agree) == len(whole.probability) == len(text.window) - 1
+        assert len(whole.agree) == len(whole.windows[0].probability) == len(text.window) - 1
         assert judge(backend, text.window, [], 8) == []
 
 

@@ -583,8 +583,10 @@ class TestFidelity:
         model = ToyModel(end_tokens=frozenset(), default_harm=0.02, harm=harm)
         return FakeBackend(model, n_layer=3, n_ctx=512)
 
-    def test_counts_equal_a_naive_count(self) -> None:
+    @pytest.mark.parametrize("beside_tokens", [0, 8, 20, 32])
+    def test_counts_equal_a_naive_count(self, beside_tokens: int) -> None:
         backend = self.toy({2: 0.5, 5: 0.9})
+        backend.beside_tokens = beside_tokens
         text = target_text(backend, CALIBRATION[:60], 40)
         assert backend.tokens == tuple(CALIBRATION[:60])
         expected, _ = naive.plain(backend.model, list(text.prompt), 40, naive.Sampling())
@@ -603,8 +605,10 @@ class TestFidelity:
         assert (found.batch_agreed, found.batch_total, found.runs) == (39, 39, 1)
         assert found.notes == ()
 
-    def test_enough_keeps_what_was_counted(self) -> None:
+    @pytest.mark.parametrize("beside_tokens", [0, 8])
+    def test_enough_keeps_what_was_counted(self, beside_tokens: int) -> None:
         backend = self.toy({2: 0.5})
+        backend.beside_tokens = beside_tokens
         text = target_text(backend, CALIBRATION[:30], 40)
         asked = [0]
 

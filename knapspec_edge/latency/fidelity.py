@@ -245,31 +245,44 @@ def evaluate_plans(
 ) -> tuple[int, NDArray[np.int32], NDArray[np.float32]]:
     """Greedy picks i32 [plans, window] and their probabilities f32 [plans, window].
 
-    The window is walked from its end in blocks, and every block of a plan is computed behind keys
-    of the full model, as a draft is; going backwards, nothing has to be restored in between. The
-    cache is left where it was. `enough` is asked after each block and may end it: only columns from
-    the first returned value on are computed.
+    Every block of a plan is computed behind keys of the full model, as a draft is: beside the
+    text, as many blocks in a pass as fit, or, where that is impossible, by cutting the cache back.
+    The window is walked from its end, so that then nothing has to be restored in between. The cache
+    is left where it was. `enough` is asked in between and may end it: only columns from the first
+    returned value on are computed.
     """
     start = backend.n_past
-    most = max(1, min(block_tokens, backend.max_verify_tokens))
+    beside = backend.max_beside_tokens
+    most = max(1, min(block_tokens, beside or backend.max_verify_tokens))
     blocks = -(-len(window) // most)
     block = -(-len(window) // blocks)  # of about equal length, so that any one of them says much
     picks = np.zeros((len(plans), len(window)), dtype=np.int32)
     probabilities = np.zeros((len(plans), len(window)), dtype=np.float32)
-    starts = range(0, len(window), block)
+    starts = list(range(0, len(window), block))
+    # blocks of a pass
+    several = max(1, beside // block)
     try:
-        for i in starts[:-1]:
-            backend.evaluate(list(window[i : i + block]), None)
-        for i in reversed(starts):
-            inputs = list(window[i : i + block])
+        # Only a prompt slice has no bound on its tokens; the last block need not be there.
+        ahead = list(window[: starts[-1]])
+        for i in range(0, len(ahead), backend.max_verify_tokens):
+            backend.evaluate(ahead[i : i + backend.max_verify_tokens], None)
+        while starts:
+            group = starts[-several:] if beside else starts[-1:]
+            del starts[-len(group) :]
+            inputs = [list(window[i : i + block]) for i in group]
             for row, plan in enumerate(plans):
-                rewind(backend, start + i)
-                picks[row, i : i + len(inputs)], probabilities[row, i : i + len(inputs)] = (
-                    backend.evaluate(inputs, plan)
-                )
+                if beside:
+                    places = [(start + i, tokens) for i, tokens in zip(group, inputs, strict=True)]
+                    found = backend.evaluate_beside(places, plan)
+                else:
+                    rewind(backend, start + group[0])
+                    found = [backend.evaluate(inputs[0], plan)]
+                for i, (tokens, sure) in zip(group, found, strict=True):
+                    picks[row, i : i + len(tokens)] = tokens
+                    probabilities[row, i : i + len(tokens)] = sure
                 report()
             if enough():
                 break
     finally:
         rewind(backend, min(start, backend.n_past))
-    return i, picks, probabilities
+    return group[0], picks, probabilities

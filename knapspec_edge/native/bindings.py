@@ -95,6 +95,14 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         _i32,
         [_p, _i32s, _i32, _i32, _i32, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
     ),
+    # int32_t knapspec_beside(struct llama_context * ctx, const llama_token * tokens,
+    #     int32_t n_blocks, const llama_pos * starts, const int32_t * lengths,
+    #     const struct knapspec_sampling * sampling,
+    #     llama_token * tokens_out, float * probs_out, float * margins_out);
+    "knapspec_beside": (
+        _i32,
+        [_p, _i32s, _i32, _i32s, _i32s, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
+    ),
     # int32_t knapspec_fill(struct llama_context * ctx, int32_t n_tokens, llama_pos pos);
     "knapspec_fill": (_i32, [_p, _i32, _i32]),
     # int32_t knapspec_pick(const float * logits, int32_t n_vocab,

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,7 @@ class LlamaBackend(Closing):
         flash_attn: str = "auto",
         max_verify_tokens: int = DEFAULTS.max_verify_tokens,
         kept_graphs: int = DEFAULTS.kept_graphs,
+        beside_tokens: int = DEFAULTS.beside_tokens,
     ) -> None:
         """Raises UsageError for a bad setting, ContextError if the context cannot be created."""
         if kv_type not in KV_TYPES:
@@ -117,7 +118,11 @@ class LlamaBackend(Closing):
         n_rows = max(max_verify_tokens, _EVALUATE_TOKENS)
 
         parameters = self._llama.llama_context_default_params()
-        parameters.n_ctx = ctx_tokens
+        # A recurrent state has no cells to share, and is not pruned anyway.
+        beside_tokens = 0 if model.is_recurrent else beside_tokens
+        parameters.n_ctx = ctx_tokens + beside_tokens
+        # one pool of cells, so that sequences beside the text can share its keys and values
+        parameters.kv_unified = beside_tokens > 0
         parameters.n_batch = parameters.n_ubatch = self._slice
         parameters.n_seq_max = 1
         # rows of logits are reserved for what a pass may ask for, not for a whole prompt slice
@@ -131,6 +136,7 @@ class LlamaBackend(Closing):
         # longer cut is noticed in `truncate`.
         parameters.swa_full = False
         self._max_rows = parameters.n_outputs_max
+        self._max_beside = min(beside_tokens, self._max_rows)
         # llama.cpp fills the cache while it allocates it: a size that cannot be had takes a minute
         # and everybody else's memory before it fails.
         total_bytes = sum(d["total_bytes"] for d in library.devices())
@@ -392,6 +398,48 @@ class LlamaBackend(Closing):
             probabilities[start:end] = self._probs_out[: len(part)]
         return picked, probabilities
 
+    @property
+    def max_beside_tokens(self) -> int:
+        return self._max_beside if self._sublayers else 0
+
+    def evaluate_beside(
+        self,
+        blocks: Sequence[tuple[int, Sequence[int]]],
+        plan: Plan | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        starts = [start for start, _ in blocks]
+        lengths = [len(tokens) for _, tokens in blocks]
+        total = sum(lengths)
+        if not blocks or min(lengths) < 1:
+            raise ValueError("there is nothing to evaluate")
+        if total > self.max_beside_tokens:
+            raise ValueError(f"{total} tokens exceed the {self.max_beside_tokens} that fit beside")
+        for start, length in zip(starts, lengths, strict=True):
+            if not 0 <= start <= self._n_past or start + length > self._n_ctx:
+                raise ValueError(f"{length} tokens from {start} on do not lie in the context")
+        with self._alone():
+            self._prepare(sampling, plan)
+            self._tokens_in[:total] = [token for _, tokens in blocks for token in tokens]
+            code = self._lib.knapspec_beside(
+                self._pointer,
+                self._tokens_in,
+                len(blocks),
+                (ctypes.c_int32 * len(blocks))(*starts),
+                (ctypes.c_int32 * len(blocks))(*lengths),
+                self._sampling_ref,
+                self._tokens_out,
+                self._probs_out,
+                self._margins_out,
+            )
+            self._last_rows = 0
+            if code:
+                self._raise(code, total, self._n_past)
+            picks = np.array(self._tokens_out[:total], dtype=np.int32)
+            probabilities = np.array(self._probs_out[:total], dtype=np.float32)
+        ends = np.cumsum(lengths)[:-1]
+        return list(zip(np.split(picks, ends), np.split(probabilities, ends), strict=True))
+
     def logits(self, row: int = -1) -> NDArray[np.float32]:
         index = row + self._last_rows if row < 0 else row
         if not 0 <= index < self._last_rows:
@@ -504,13 +552,7 @@ class LlamaBackend(Closing):
         self, tokens: Sequence[int], n_outputs: int, sampling: Sampling, plan: Plan | None
     ) -> None:
         n = len(tokens)
-        if plan is not self._plan:
-            self._set_plan(plan)
-        if sampling is not self._sampling_from:
-            self._sampling.temperature = sampling.temperature
-            self._sampling.min_p = sampling.min_p
-            self._sampling.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
-            self._sampling_from = sampling
+        self._prepare(sampling, plan)
         if n == 1:
             self._tokens_in[0] = tokens[0]
         else:
@@ -533,6 +575,20 @@ class LlamaBackend(Closing):
         self._last_rows = 0
         before = self._n_past
         self._cut(before)
+        self._raise(code, n, before)
+
+    def _prepare(self, sampling: Sampling, plan: Plan | None) -> None:
+        """Make the next pass one under this plan that picks like this."""
+        if plan is not self._plan:
+            self._set_plan(plan)
+        if sampling is not self._sampling_from:
+            self._sampling.temperature = sampling.temperature
+            self._sampling.min_p = sampling.min_p
+            self._sampling.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
+            self._sampling_from = sampling
+
+    def _raise(self, code: int, n: int, before: int) -> NoReturn:
+        """The error behind the return code of a pass over n tokens after `before` others."""
         if code == bindings.ABORTED:
             self._lib.knapspec_interrupt_clear(self.pointer)
             self._presses = 0

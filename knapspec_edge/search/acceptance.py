@@ -10,20 +10,42 @@ from dataclasses import dataclass
 
 from ..backend import Backend
 from ..latency.fidelity import evaluate_plans
-from ..records import Plan
+from ..records import GREEDY, Plan, Sampling
+from .draft_length import Calibration
+from .throughput import Window
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One plan on one window. Place i is the pick after input i of the window."""
+    """One plan on one or more pieces of text. Place i is the pick after input i of a piece."""
 
     plan: Plan
-    agree: tuple[bool, ...]
-    probability: tuple[float, ...]
+    windows: tuple[Window, ...]
+
+    @property
+    def agree(self) -> tuple[bool, ...]:
+        return tuple(a for w in self.windows for a in w.agree)
 
     @property
     def agreement(self) -> float:
-        return sum(self.agree) / len(self.agree)
+        """Share of all places; each place by itself, as if everything before had been accepted."""
+        agree = self.agree
+        return sum(agree) / len(agree)
+
+    def plus(self, other: Judgement, most_places: int) -> Judgement:
+        """Both together, of which the oldest windows are forgotten beyond so many places."""
+        windows = [*self.windows, *other.windows]
+        while len(windows) > 1 and sum(len(w.agree) for w in windows) > most_places:
+            windows.pop(0)
+        return Judgement(self.plan, tuple(windows))
+
+    def calibration(self, memory_tokens: float) -> Calibration:
+        """Acceptance by confidence, as counted here."""
+        found = Calibration(memory_tokens)
+        for window in self.windows:
+            for agree, confidence in zip(window.agree, window.probability, strict=True):
+                found.observe(confidence, agree)
+        return found
 
 
 def judge(
@@ -44,10 +66,38 @@ def judge(
         raise ValueError("a window of at least 2 tokens is needed to judge a plan")
     _, picks, probabilities = evaluate_plans(backend, window, plans, block_tokens, report=report)
     return [
-        Judgement(
-            plan,
-            tuple(int(p) == t for p, t in zip(picks[row], window[1:], strict=False)),
-            tuple(round(float(p), 4) for p in probabilities[row][: len(window) - 1]),
-        )
+        Judgement(plan, (_window(picks[row], probabilities[row], window[1:]),))
         for row, plan in enumerate(plans)
     ]
+
+
+def judge_beside(
+    backend: Backend,
+    start: int,
+    window: Sequence[int],
+    plan: Plan,
+    block_tokens: int,
+    sampling: Sampling = GREEDY,
+) -> Judgement:
+    """Compare a plan with the tokens the target emitted, window[1:], in one pass beside the text.
+
+    The cache holds the window from position `start` on (its last token may be missing) and is not
+    touched. `sampling` is that of the text. Raises ContextError where there are no cells for it.
+    """
+    inputs, target = list(window[:-1]), window[1:]
+    if not inputs or len(inputs) > backend.max_beside_tokens:
+        raise ValueError(f"a window of {len(window)} tokens cannot be judged beside the text")
+    blocks = [
+        (start + i, inputs[i : i + block_tokens]) for i in range(0, len(inputs), block_tokens)
+    ]
+    parts = backend.evaluate_beside(blocks, plan, sampling)
+    picks = [int(p) for part, _ in parts for p in part]
+    probabilities = [float(p) for _, part in parts for p in part]
+    return Judgement(plan, (_window(picks, probabilities, target),))
+
+
+def _window(picks: Sequence[int], probabilities: Sequence[float], target: Sequence[int]) -> Window:
+    return Window(
+        tuple(int(p) == t for p, t in zip(picks, target, strict=False)),
+        tuple(round(float(p), 4) for p, _ in zip(probabilities, target, strict=False)),
+    )

@@ -17,7 +17,7 @@ from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX, Config
 from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import SubLayer
-from .planner import candidate_plans, geometric_rate, verification_ms
+from .candidates import candidate_plans, geometric_rate, verification_ms
 from .throughput import loss
 
 # Grows when a stored record means something else than before.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
@@ -60,47 +61,63 @@ class Replay:
     acceptance: tuple[float, ...]
 
 
+class Rule(Protocol):
+    """How far to draft, see draft_length."""
+
+    @property
+    def most(self) -> int: ...
+
+    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
+        """(drafted, verified) of a round whose tokens would have these confidences."""
+        ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """Picks of a draft on a piece of the target's own text, one per place: whether each was the
+    target's, and how sure the draft was."""
+
+    agree: tuple[bool, ...]
+    probability: tuple[float, ...]
+
+
 def replay(
-    agree: Sequence[bool],
-    probability: Sequence[float],
-    draft_tokens: int,
-    min_probability: float,
+    windows: Sequence[Window],
+    rule: Rule,
     draft_ms: float,
     verify_ms: Callable[[int], float],
-    starts: int | None = None,
+    longest: int | None = None,
 ) -> Replay | None:
-    """Run the loop's rounds from the first `starts` places of a judged window (None: from all).
+    """Run the loop's rounds from each place of the judged windows.
 
-    `agree[i]` says whether the draft's pick after input i is the target's, `probability[i]` how
-    sure it was. As in the loop, a doubtful token is still drafted and ends the draft. After a wrong
-    token a real draft goes on from it; how long is estimated by the confidences at the same places.
-    None if the window is shorter than a draft.
+    `verify_ms(b)` is a pass over b tokens. Only places with `longest` more behind them (None: the
+    rule's longest draft) are starts, so that rules of different length are compared on the same
+    ones. After a wrong token a real draft goes on from it; how long is estimated by the confidences
+    at the same places. None if no window is as long as a draft.
     """
-    possible = len(agree) - draft_tokens + 1
-    starts = possible if starts is None else min(starts, possible)
-    if starts < 1 or draft_tokens < 1:
-        return None
-    tokens = drafted_total = 0
+    most = rule.most
+    longest = max(most, longest or 0)
+    rounds = tokens = drafted_total = 0
     total_ms = 0.0
-    tried, right = [0] * draft_tokens, [0] * draft_tokens
-    for start in range(starts):
-        drafted = 0
-        while drafted < draft_tokens:
-            drafted += 1
-            if probability[start + drafted - 1] < min_probability:
-                break
-        accepted = 0
-        while accepted < drafted and agree[start + accepted]:
-            accepted += 1
-        for i in range(min(accepted + 1, drafted)):
-            tried[i] += 1
-            right[i] += i < accepted
-        tokens += accepted + 1
-        drafted_total += drafted
-        total_ms += drafted * draft_ms + verify_ms(drafted + 1)
+    tried, right = [0] * most, [0] * most
+    for window in windows:
+        for start in range(len(window.agree) - longest + 1):
+            drafted, verified = rule.length(window.probability[start : start + most])
+            accepted = 0
+            while accepted < verified and window.agree[start + accepted]:
+                accepted += 1
+            for i in range(min(accepted + 1, verified)):
+                tried[i] += 1
+                right[i] += i < accepted
+            rounds += 1
+            tokens += accepted + 1
+            drafted_total += drafted
+            total_ms += drafted * draft_ms + verify_ms(verified + 1)
+    if not rounds:
+        return None
     return Replay(
-        tokens / starts,
-        drafted_total / starts,
+        tokens / rounds,
+        drafted_total / rounds,
         total_ms / tokens,
         tuple(r / t for r, t in zip(right, tried, strict=True) if t),
     )

@@ -3,6 +3,7 @@
 #include "llama-batch.h"
 #include "llama-context.h"
 #include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
 #include "llama-memory.h"
 #include "llama-model.h"
 
@@ -102,15 +103,38 @@ void knapspec_context::restore() {
 
 void knapspec_context::drop_graphs() {
     restore();
-    if (!kept.empty()) {
+    if (!kept.empty() || aside) {
         ctx.synchronize();
         kept.clear();
+        aside.reset();
     }
 }
 
+std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32_t n_tokens, uint32_t n_outputs) const {
+    auto slot = std::make_unique<graph_slot>();
+    slot->plan      = plan;
+    slot->n_tokens  = n_tokens;
+    slot->n_outputs = n_outputs;
+    slot->sched.reset(ggml_backend_sched_new(
+            ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
+            ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
+    return slot;
+}
+
 knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uint32_t n_outputs) {
+    const auto serves = [&](const graph_slot & slot) {
+        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.plan == plan;
+    };
+    if (is_beside) {
+        if (!aside || !serves(*aside)) {
+            restore();
+            ctx.synchronize();
+            aside = make_slot(n_tokens, n_outputs);
+        }
+        return *aside;
+    }
     for (auto & slot : kept) {
-        if (slot->n_tokens == n_tokens && slot->n_outputs == n_outputs && slot->plan == plan) {
+        if (serves(*slot)) {
             return *slot;
         }
     }
@@ -122,14 +146,7 @@ knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uin
         }));
         n_evicted++;
     }
-    auto slot = std::make_unique<graph_slot>();
-    slot->plan      = plan;
-    slot->n_tokens  = n_tokens;
-    slot->n_outputs = n_outputs;
-    slot->sched.reset(ggml_backend_sched_new(
-            ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
-            ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
-    kept.push_back(std::move(slot));
+    kept.push_back(make_slot(n_tokens, n_outputs));
     return *kept.back();
 }
 
@@ -138,7 +155,7 @@ void knapspec_context::before_graph(const llama_ubatch & ubatch) {
     // as before. Two plans that skip equally much break that trust, so a pruned graph always has a scheduler of its own.
     // Single steps of the full model stay with the context's own, so that plain decoding is upstream's in every respect,
     // as do prompts, parallel pipelines and samplers inside the graph.
-    const bool keep = !plan.empty() || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
+    const bool keep = !plan.empty() || is_beside || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
                                         !ctx.cparams.pipeline_parallel && ctx.sampling.samplers.empty());
     if (keep) {
         graph_slot & slot = slot_for(ubatch.n_tokens, ctx.n_outputs);
@@ -335,6 +352,16 @@ int32_t knapspec_context::eval(
         LLAMA_LOG_ERROR("%s: %d tokens with %d outputs do not make a batch\n", __func__, n_tokens, n_outputs);
         return KNAPSPEC_BAD_ARGUMENT;
     }
+    const llama_batch batch = make_batch(tokens, n_tokens, pos, n_outputs);
+    const int32_t ret = compute(*llama_batch_compat(&ctx, batch).batch_ext);
+    if (ret != KNAPSPEC_OK) {
+        return ret;
+    }
+    return pick(batch.pos + n_tokens - n_outputs, n_outputs, sampling, tokens_out, probs_out, margins_out);
+}
+
+// a pass of llama.cpp, interruptible
+int32_t knapspec_context::compute(const llama_batch_ext & batch) {
     if (!callback_set) {
         callback_set = true;
         ctx.set_abort_callback([](void * data) { return ((knapspec_context *) data)->interrupted.load(); }, this);
@@ -343,22 +370,27 @@ int32_t knapspec_context::eval(
     if (interrupted.load()) {
         return KNAPSPEC_ABORTED;
     }
-
-    const llama_batch batch = make_batch(tokens, n_tokens, pos, n_outputs);
-    const int ret = ctx.decode(batch);
+    const int32_t ret = ctx.decode(batch);
     if (ret != 0) {
         return ret;
     }
     ctx.synchronize();
-    if (interrupted.load()) {
-        // the pass may have ended before it noticed; its caller counts on the interruption
-        return KNAPSPEC_ABORTED;
-    }
+    // the pass may have ended before it noticed; its caller counts on the interruption
+    return interrupted.load() ? KNAPSPEC_ABORTED : KNAPSPEC_OK;
+}
 
+// One token per row of logits of the latest pass, given the position of the token that each row belongs to.
+int32_t knapspec_context::pick(
+        const llama_pos         * positions,
+        int32_t                   n_outputs,
+        const knapspec_sampling & sampling,
+        llama_token             * tokens_out,
+        float                   * probs_out,
+        float                   * margins_out) {
     const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
     const float * logits  = n_outputs > 0 ? ctx.get_logits() : nullptr;
     for (int32_t i = 0; i < n_outputs; ++i) {
-        const int64_t position = (int64_t) pos + n_tokens - n_outputs + i + 1;
+        const int64_t position = (int64_t) positions[i] + 1;
         const int32_t picked = knapspec_pick(
                 logits + (size_t) i*n_vocab, n_vocab, &sampling, position, &tokens_out[i], &probs_out[i], &margins_out[i]);
         if (picked != KNAPSPEC_OK) {
@@ -367,6 +399,86 @@ int32_t knapspec_context::eval(
         }
     }
     return KNAPSPEC_OK;
+}
+
+//
+// beside sequence 0
+//
+
+bool knapspec_context::fork(llama_seq_id branch, llama_pos start) {
+    auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(ctx.memory.get());
+    if (!iswa) {
+        ctx.memory->seq_cp(0, branch, 0, start);
+        return true;
+    }
+    // A cell of two sequences cannot be reused, so a branch takes only the part of the window that it sees.
+    const llama_pos first = std::max<llama_pos>(0, start - (llama_pos) ctx.get_model().hparams.n_swa);
+    if (start > 0 && (iswa->get_swa()->seq_pos_min(0) < 0 || iswa->get_swa()->seq_pos_min(0) > first)) {
+        return false;
+    }
+    iswa->get_base()->seq_cp(0, branch, 0, start);
+    iswa->get_swa() ->seq_cp(0, branch, first, start);
+    return true;
+}
+
+int32_t knapspec_context::beside(
+        const llama_token       * tokens,
+        int32_t                   n_blocks,
+        const llama_pos         * starts,
+        const int32_t           * lengths,
+        const knapspec_sampling & sampling,
+        llama_token             * tokens_out,
+        float                   * probs_out,
+        float                   * margins_out) {
+    const llama_pos n_past = ctx.memory ? ctx.memory->seq_pos_max(0) + 1 : 0;
+    const int64_t   n_most = std::min<int64_t>({ ctx.n_batch(), ctx.cparams.n_outputs_max, ctx.cparams.n_ubatch });
+    int64_t n_tokens = 0;
+    bool    valid    = ctx.memory && ctx.cparams.kv_unified && n_blocks > 0 && n_blocks < LLAMA_MAX_SEQ;
+    for (int32_t i = 0; valid && i < n_blocks; ++i) {
+        valid = lengths[i] > 0 && starts[i] >= 0 && starts[i] <= n_past && (n_tokens += lengths[i]) <= n_most;
+    }
+    if (!valid) {
+        LLAMA_LOG_ERROR("%s: %d blocks with %lld tokens cannot be evaluated beside %d tokens\n", __func__, n_blocks,
+                (long long) n_tokens, n_past);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    ctx.synchronize();
+
+    batch_branch.resize(n_blocks);
+    batch_pos.clear();
+    batch_seq_id.clear();
+    batch_n_seq_id.assign(n_tokens, 1);
+    batch_logits.assign(n_tokens, 1);
+    int32_t ret = KNAPSPEC_OK;
+    for (int32_t i = 0; i < n_blocks && ret == KNAPSPEC_OK; ++i) {
+        batch_branch[i] = i + 1;
+        for (int32_t k = 0; k < lengths[i]; ++k) {
+            batch_pos.push_back(starts[i] + k);
+            batch_seq_id.push_back(&batch_branch[i]);
+        }
+        ret = fork(i + 1, starts[i]) ? KNAPSPEC_OK : KNAPSPEC_NO_SLOT;
+    }
+    if (ret == KNAPSPEC_OK) {
+        // the context was made for one sequence, and a batch of its own would take no others
+        const auto & hparams = ctx.get_model().hparams;
+        llama_batch_ext batch(
+                n_tokens, hparams.n_embd_inp(), hparams.n_embd_inp_enc(), n_blocks + 1, ctx.memory.get(),
+                ctx.get_model().vocab.n_tokens(), hparams.n_pos_per_embd());
+        llama_batch_compat::init(batch, {
+            (int32_t) n_tokens, const_cast<llama_token *>(tokens), nullptr,
+            batch_pos.data(), batch_n_seq_id.data(), batch_seq_id.data(), batch_logits.data(),
+        });
+        is_beside = true;
+        ret = compute(batch);
+        is_beside = false;
+    }
+    if (ret == KNAPSPEC_OK) {
+        ret = pick(batch_pos.data(), (int32_t) n_tokens, sampling, tokens_out, probs_out, margins_out);
+    }
+    for (int32_t i = 0; i < n_blocks; ++i) {
+        ctx.memory->seq_rm(i + 1, -1, -1);
+    }
+    return ret;
 }
 
 //
@@ -473,6 +585,19 @@ int32_t knapspec_eval(
         float                   * probs_out,
         float                   * margins_out) {
     return knapspec_context::of(ctx).eval(tokens, n_tokens, pos, n_outputs, *sampling, tokens_out, probs_out, margins_out);
+}
+
+int32_t knapspec_beside(
+        llama_context           * ctx,
+        const llama_token       * tokens,
+        int32_t                   n_blocks,
+        const llama_pos         * starts,
+        const int32_t           * lengths,
+        const knapspec_sampling * sampling,
+        llama_token             * tokens_out,
+        float                   * probs_out,
+        float                   * margins_out) {
+    return knapspec_context::of(ctx).beside(tokens, n_blocks, starts, lengths, *sampling, tokens_out, probs_out, margins_out);
 }
 
 void knapspec_interrupt(llama_context * ctx) {

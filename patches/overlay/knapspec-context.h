@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+struct llama_batch_ext;
 struct llama_context;
 
 class knapspec_context {
@@ -63,6 +64,16 @@ public:
             float                   * probs_out,
             float                   * margins_out);
 
+    int32_t beside(
+            const llama_token       * tokens,
+            int32_t                   n_blocks,
+            const llama_pos         * starts,
+            const int32_t           * lengths,
+            const knapspec_sampling & sampling,
+            llama_token             * tokens_out,
+            float                   * probs_out,
+            float                   * margins_out);
+
     int32_t fill(int32_t n_tokens, llama_pos pos);
 
     void interrupt(bool value) { interrupted.store(value); }
@@ -97,6 +108,7 @@ private:
     };
 
     std::vector<std::unique_ptr<graph_slot>> kept;
+    std::unique_ptr<graph_slot>              aside; // of the latest pass beside sequence 0: many plans once, none for long
 
     graph_slot   own;               // bookkeeping only: the context holds the contents itself
     graph_slot * current = nullptr; // the kept slot that stands in for the context's own, if any
@@ -110,15 +122,30 @@ private:
 
     std::atomic<bool> interrupted{ false };
     bool              callback_set = false;
+    bool              is_beside    = false; // the pass that runs is one beside sequence 0
 
     std::vector<llama_token>    batch_tokens; // of cells that are filled without computing
     std::vector<llama_pos>      batch_pos;
     std::vector<int32_t>        batch_n_seq_id;
     std::vector<llama_seq_id *> batch_seq_id;
     std::vector<int8_t>         batch_logits;
+    std::vector<llama_seq_id>   batch_branch; // sequences beside sequence 0
 
     void analyse();
     llama_batch make_batch(const llama_token * tokens, int32_t n_tokens, llama_pos pos, int32_t n_outputs);
     void swap_with(graph_slot & slot);
     graph_slot & slot_for(uint32_t n_tokens, uint32_t n_outputs);
+    std::unique_ptr<graph_slot> make_slot(uint32_t n_tokens, uint32_t n_outputs) const;
+
+    // sequence `branch` begins with the first `start` tokens of sequence 0; false if they are no longer there
+    bool fork(llama_seq_id branch, llama_pos start);
+
+    int32_t compute(const llama_batch_ext & batch);
+    int32_t pick(
+            const llama_pos         * positions,
+            int32_t                   n_outputs,
+            const knapspec_sampling & sampling,
+            llama_token             * tokens_out,
+            float                   * probs_out,
+            float                   * margins_out);
 };

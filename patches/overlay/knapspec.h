@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
-#define KNAPSPEC_ABI 2
+#define KNAPSPEC_ABI 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -96,6 +96,21 @@ LLAMA_API int32_t knapspec_eval(
         int32_t                          n_tokens,
         llama_pos                        pos,
         int32_t                          n_outputs,
+        const struct knapspec_sampling * sampling,
+        llama_token                    * tokens_out,
+        float                          * probs_out,
+        float                          * margins_out);
+
+// Evaluate n_blocks blocks of tokens beside sequence 0, in one pass under the current plan: block i holds lengths[i] tokens at
+// positions starts[i] .., behind the first starts[i] tokens of sequence 0, and sees nothing of the other blocks. One pick
+// per token, block after block. Sequence 0 is left as it is; the context needs kv_unified, and as many free cells as there
+// are tokens. KNAPSPEC_NO_SLOT: no free cells, or a sliding-window cache no longer holds the tokens before a block.
+LLAMA_API int32_t knapspec_beside(
+        struct llama_context           * ctx,
+        const llama_token              * tokens,
+        int32_t                          n_blocks,
+        const llama_pos                * starts,
+        const int32_t                  * lengths,
         const struct knapspec_sampling * sampling,
         llama_token                    * tokens_out,
         float                          * probs_out,

@@ -1,0 +1,292 @@
+"""Measures what a decision rests on: latency, fidelity, joint agreement, rounds as they run.
+
+As thorough as the model's speed allows within the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..backend import Backend
+from ..config import Config
+from ..decode.rollback import rewind
+from ..errors import ContextError
+from ..latency.costs import Costs
+from ..latency.fidelity import Text, measure_fidelity, probed_indices, shorten, target_text
+from ..latency.profile import LatencyProfile
+from ..latency.profiler import Progress, measure_latency
+from ..latency.rounds import measure_round
+from ..latency.timing import Clock
+from ..records import GREEDY, Plan
+from .acceptance import Judgement, judge
+from .candidates import candidate_plans
+from .judged import Finalist, Measured, best_length
+
+# Rounds timed per finalist, where the model is fast enough.
+_ROUND_REPEATS = 7
+# Shares of the progress bar at which latency, fidelity and judging end; then come real rounds.
+_LATENCY_SHARE, _FIDELITY_SHARE, _JUDGE_SHARE = 0.4, 0.75, 0.9
+# Levels of effort as shares of the configured window. Slow models go down the list.
+_WINDOW_SHARES = (1.0, 0.8, 0.65, 0.5, 0.35)
+_MIN_WINDOW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is judged. `probe_stride` k means every k-th sublayer of a kind."""
+
+    window_tokens: int
+    probe_stride: int
+
+    def expected_ms(self, step_ms: float, token_ms: float, n_items: int, config: Config) -> float:
+        """Rough cost of it all if a pass of b tokens takes step_ms + (b - 1) * token_ms."""
+        blocks = -(-self.window_tokens // config.measure_block_tokens)
+        window_pass = blocks * step_ms + self.window_tokens * token_ms
+        judge_blocks = -(-self.window_tokens // config.plan_judge_block_tokens)
+        judge_pass = judge_blocks * step_ms + self.window_tokens * token_ms
+        probes = -(-n_items // self.probe_stride)
+        drafted = config.draft_max_tokens
+        finals = 3 * config.plan_finalists * (2 * drafted * step_ms + drafted * token_ms)
+        return (
+            self.window_tokens * step_ms
+            + (probes + 2) * window_pass
+            + config.plan_shortlist * judge_pass
+            + finals
+        )
+
+
+def choose_effort(
+    step_ms: float, token_ms: float, n_items: int, budget_ms: float, config: Config
+) -> Effort:
+    """The most thorough effort that fits the budget; the least one if none does."""
+    windows = [
+        max(_MIN_WINDOW_TOKENS, round(share * config.measure_window_tokens))
+        for share in _WINDOW_SHARES
+    ]
+    most_stride = max(1, n_items // config.measure_min_probes)
+    options = [Effort(window, 1) for window in windows]
+    options += [Effort(windows[-1], k) for k in range(2, most_stride + 1)]
+    # The shortest window comes last of all: what it says about an item is coarse.
+    options.append(Effort(_MIN_WINDOW_TOKENS, most_stride))
+    for effort in options:
+        if effort.expected_ms(step_ms, token_ms, n_items, config) <= budget_ms:
+            return effort
+    return options[-1]
+
+
+def measure_all(
+    backend: Backend,
+    latency: LatencyProfile | None,
+    keep: Callable[[LatencyProfile], None],
+    calibration_tokens: Sequence[int],
+    config: Config,
+    progress: Progress | None,
+    clock: Clock,
+) -> tuple[Measured, list[Finalist]]:
+    """Latency unless it is known, fidelity, joint agreement of the shortlist, and real rounds with
+    the best of it. The cache is empty before and after."""
+    if len(calibration_tokens) < 2:
+        raise ValueError("the measurement needs at least 2 calibration tokens")
+    if backend.n_past:
+        raise ValueError("the measurement needs an empty cache")
+    started = clock()
+    budget_ms = 1000.0 * config.measure_budget_seconds
+    shown = 0.0
+
+    def report(share: float) -> None:
+        nonlocal shown
+        shown = max(shown, min(share, 1.0))
+        if progress is not None:
+            progress(shown)
+
+    def spent_ms() -> float:
+        return 1000.0 * (clock() - started)
+
+    def report_time(most: float) -> Callable[[], None]:
+        """Progress by the clock, not beyond the end of the present phase."""
+        return lambda: report(min(most, spent_ms() / budget_ms))
+
+    if latency is None:
+        latency = measure_latency(
+            backend,
+            budget_seconds=_LATENCY_SHARE * config.measure_budget_seconds,
+            tokens=calibration_tokens,
+            limit_tokens=min(backend.n_ctx, config.measure_limit_tokens),
+            max_width=config.measure_verify_max,
+            config=config,
+            progress=lambda share: report(_LATENCY_SHARE * share),
+            clock=clock,
+        )
+        keep(latency)
+    else:
+        budget_ms *= 1.0 - _LATENCY_SHARE
+    costs = Costs(latency)
+    try:
+        prompt, window_room = _prompt(backend, costs, calibration_tokens, budget_ms, config)
+        step_ms = costs.step_ms(len(prompt))
+        effort = choose_effort(
+            step_ms,
+            _token_ms(costs, len(prompt)),
+            len(backend.sublayers),
+            budget_ms - spent_ms(),
+            config,
+        )
+        text = target_text(
+            backend,
+            prompt,
+            min(effort.window_tokens, window_room),
+            report_time(_FIDELITY_SHARE),
+        )
+
+        def late() -> bool:
+            # the estimate was wrong or the machine got busy: time to make do
+            return spent_ms() > config.measure_overrun * budget_ms
+
+        stride = effort.probe_stride
+        if late():
+            stride = max(stride, len(backend.sublayers) // config.measure_min_probes)
+        fidelity = measure_fidelity(
+            backend,
+            text,
+            probed_indices(backend.sublayers, stride),
+            config.measure_block_tokens,
+            report=report_time(_FIDELITY_SHARE),
+            enough=late,
+        )
+        notes = (*_shortened(text, calibration_tokens, step_ms, config), *fidelity.notes)
+        measured = Measured(costs, text, replace(fidelity, notes=notes))
+        finalists = _finalists(
+            backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
+        )
+    finally:
+        rewind(backend, 0)
+    report(1.0)
+    return measured, finalists
+
+
+def _shortened(text: Text, tokens: Sequence[int], step_ms: float, config: Config) -> Iterator[str]:
+    """What the model's speed, or the size of its context, took from the text."""
+    if len(text.prompt) < min(config.measure_context_tokens, len(tokens)):
+        yield f"measured at a context of {len(text.prompt)} tokens"
+    if len(text.window) < config.measure_window_tokens:
+        yield f"shortened to {len(text.window)} tokens: one step takes {step_ms:.0f} ms"
+
+
+def _token_ms(costs: Costs, context_tokens: int) -> float:
+    """Cost of a further token in a pass."""
+    width = costs.max_width
+    if width < 2:
+        return costs.step_ms(context_tokens)
+    wide = costs.verify_ms(context_tokens, width) - costs.step_ms(context_tokens)
+    return wide / (width - 1)
+
+
+def _prompt(
+    backend: Backend, costs: Costs, tokens: Sequence[int], budget_ms: float, config: Config
+) -> tuple[list[int], int]:
+    """As much of the calibration prompt as the model's speed and the context allow, and how many
+    tokens of the target's own fit behind it."""
+    room = backend.n_ctx - _MIN_WINDOW_TOKENS - 2
+    if room < 4:
+        raise ContextError(
+            f"measuring takes a context of {_MIN_WINDOW_TOKENS + 6} tokens, this one has "
+            f"{backend.n_ctx}; raise --ctx"
+        )
+    longest = min(config.measure_context_tokens, len(tokens), room)
+    shortest = min(config.measure_min_context_tokens, longest)
+    affordable = int(0.15 * budget_ms / max(1e-6, _token_ms(costs, shortest)))
+    prompt = shorten(tokens, max(shortest, min(longest, affordable)))
+    return prompt, backend.n_ctx - len(prompt) - 1
+
+
+def _finalists(
+    backend: Backend,
+    measured: Measured,
+    config: Config,
+    clock: Clock,
+    report: Callable[[float], None],
+    *,
+    hurry: bool,
+) -> list[Finalist]:
+    """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
+    plans = candidate_plans(
+        measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers, config
+    )
+    n_finalists = config.plan_finalists
+    if hurry:
+        # Out of time: neither the shallowest nor the deepest, and only one is timed.
+        plans = plans[1:4] or plans
+        n_finalists = 1
+    window = measured.text.window
+    passes = max(1, len(plans) * -(-len(window) // config.plan_judge_block_tokens))
+    done = 0
+
+    def judged_one() -> None:
+        nonlocal done
+        done += 1
+        span = _JUDGE_SHARE - _FIDELITY_SHARE
+        report(_FIDELITY_SHARE + min(1.0, done / passes) * span)
+
+    report(_FIDELITY_SHARE)
+    # the prompt is in the cache
+    judgements = judge(backend, window, plans, config.plan_judge_block_tokens, judged_one)
+    finalists = [Finalist(j) for j in judgements]
+    timed = _by_speed(measured, finalists, config)[:n_finalists]
+    for n, (row, gamma) in enumerate(timed):
+        timing = measure_round(
+            backend,
+            window,
+            judgements[row].plan,
+            gamma,
+            _round_repeats(measured, gamma, config),
+            clock=clock,
+        )
+        finalists[row] = Finalist(judgements[row], timing)
+        report(_JUDGE_SHARE + (n + 1) / len(timed) * (1.0 - _JUDGE_SHARE))
+    rows = [row for row, _ in timed]
+    again = _judge_afresh(backend, measured, [judgements[row].plan for row in rows], config)
+    for row, judgement in zip(rows, again, strict=False):
+        finalists[row] = Finalist(judgement, finalists[row].timing)
+    return finalists
+
+
+def _judge_afresh(
+    backend: Backend, measured: Measured, plans: Sequence[Plan], config: Config
+) -> list[Judgement]:
+    """Agreement of the finalists on the target's tokens after the window.
+
+    They were chosen for how well they do on the window, so what they do there flatters them. Empty
+    where time or context leave no room for this. The cache is left at the end of the prompt.
+    """
+    start, window = backend.n_past, list(measured.text.window)
+    affordable = int(100.0 * config.measure_budget_seconds / measured.step_ms)
+    n = min(config.plan_fresh_tokens, affordable, backend.n_ctx - start - len(window) - 1)
+    if not plans or n < 2 * config.plan_judge_block_tokens:
+        return []
+    fresh = [backend.prefill(window, GREEDY).token]
+    after = backend.n_past
+    while len(fresh) < n:
+        fresh.append(backend.decode(fresh[-1], GREEDY).token)
+    rewind(backend, after)
+    judged = judge(backend, fresh, plans, config.plan_judge_block_tokens)
+    rewind(backend, start)
+    return judged
+
+
+def _round_repeats(measured: Measured, gamma: int, config: Config) -> int:
+    """How often rounds are timed: often enough for a median, within a tenth of the budget."""
+    # two rounds of about two steps and a draft each, and some plain steps
+    steps = 2 * (gamma + 2) + 4
+    affordable = int(100.0 * config.measure_budget_seconds / (steps * measured.step_ms))
+    return max(2, min(_ROUND_REPEATS, affordable))
+
+
+def _by_speed(
+    measured: Measured, finalists: Sequence[Finalist], config: Config
+) -> list[tuple[int, int]]:
+    """(row, γ) of the finalists that have a length, fastest first."""
+    found = [(row, best_length(measured, f, config)) for row, f in enumerate(finalists)]
+    ranked = [(row, a) for row, a in found if a is not None]
+    ranked.sort(key=lambda pair: pair[1].predicted_ratio, reverse=True)
+    return [(row, a.draft.max_tokens) for row, a in ranked]
