@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backend import Backend
@@ -50,6 +50,22 @@ class Decision:
     measured: Measured | None = None
     finalists: tuple[Finalist, ...] = ()  # what `alternatives` were computed from
     from_cache: bool = False  # nothing was measured now
+    disturbed: bool = False  # the machine was too busy for the figures to be believed
+
+
+def at_context(config: Config, context_tokens: int, budget_seconds: float | None = None) -> Config:
+    """The configuration that decides for exactly this context instead of the usual one.
+
+    Because it was asked for, a slow model's prompt is not shortened; the budget grows with it.
+    """
+    more = context_tokens / config.measure_budget_context_tokens
+    return replace(
+        config,
+        measure_context_tokens=context_tokens,
+        measure_min_context_tokens=context_tokens,
+        measure_limit_tokens=max(config.measure_limit_tokens, context_tokens),
+        measure_budget_seconds=budget_seconds or config.measure_budget_seconds * (1.0 + more),
+    )
 
 
 def decide(
@@ -204,6 +220,7 @@ def choose(
         measured,
         tuple(finalists),
         from_cache,
+        noise is not None,
     )
 
 
