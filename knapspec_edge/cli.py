@@ -592,7 +592,9 @@ def profile(
     else:
         terminal.show(profile_report.renderables(report, terminal.columns))
     if drawing is not None:
-        plots.save(report, drawing)
+        from .apps.plots.profile import drawing as drawn
+
+        plots.save(drawn(report), drawing)
         terminal.notice(f"drawn into {drawing}")
     if report.interrupted:
         terminal.notice("interrupted: this is what was measured until then")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .closing import Closing
 from .config import DEFAULTS, Config
-from .decode.guard import SpeedGuard
+from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .latency.drift import DriftTracker
     from .latency.profile import LatencyProfile
     from .latency.store import Store
+    from .search.plan_book import PlanBook
     from .search.planner import Decision
     from .search.settings import Candidate
 
@@ -154,11 +155,16 @@ class Answer(Closing):
 
     @property
     def speculation(self) -> Speculation:
-        """What held for this answer, including that auto gave up in the middle."""
-        stopped = self.stats.speculation_stopped
-        if stopped is None:
-            return self._speculation
-        return replace(self._speculation, reason=stopped, guarded=True)
+        """What held for this answer, including that auto began or gave up in the middle."""
+        found = self._speculation
+        latest, stopped = self.stats.latest_draft, self.stats.speculation_stopped
+        if latest is not None:
+            if found.state == "off":
+                found = replace(
+                    found, state="on", policy="knapspec", reason="it began to pay in this answer"
+                )
+            found = replace(found, draft=latest)
+        return found if stopped is None else replace(found, reason=stopped, guarded=True)
 
     def close(self) -> None:
         """End the answer here; held-back text still belongs to `text`."""
@@ -230,9 +236,9 @@ class Engine(Closing):
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
-        self._guard: SpeedGuard | None = None
+        self._policy: Policy = FixedPolicy(None)
+        self._book: PlanBook | None = None  # what is known about plans, once measured
         self._decision: Decision | None = None  # once measured
-        self._spec: str | os.PathLike[str] = "off"
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
         self._drifted = False  # written down
         # which of the settings were measured to be best here, for people; None without a profile
@@ -377,6 +383,7 @@ class Engine(Closing):
             self._latest.close()
             self._latest = None
         self._note_drift()
+        self._keep_learned()
         self._resources.close()
 
     @property
@@ -416,10 +423,27 @@ class Engine(Closing):
         """
         _check_spec(spec)
         chosen = self._choose(spec, progress)
-        self._spec = spec
-        self._guard = SpeedGuard(self.config) if chosen.guarded else None
+        self._keep_learned()
+        self._policy = self._policy_for(spec, chosen)
         self.speculation = chosen
         return chosen
+
+    def _policy_for(self, spec: str | os.PathLike[str], chosen: Speculation) -> Policy:
+        """What decides round by round: a plan file holds for all rounds, the planner adapts."""
+        book, drift = self._book, self._drift
+        if spec not in ("auto", "on") or book is None or drift is None:
+            return FixedPolicy(chosen.draft)
+        from .search.online import OnlinePlanner
+
+        forced = spec == "on"
+        return OnlinePlanner(self.backend, book, drift, forced=forced, config=self.config)
+
+    def _keep_learned(self) -> None:
+        """Write down what was learned about plans since the last time, if anything."""
+        if self._book is not None and self._book.changed:
+            from .search import planner
+
+            planner.save_book(self._store(), self._book_key(), self._book)
 
     def _choose(
         self, spec: str | os.PathLike[str], progress: Progress | None = None
@@ -475,6 +499,9 @@ class Engine(Closing):
                 )
             if self._decision.measured is not None:
                 self._drift = DriftTracker(self._decision.measured.costs, self.config)
+                self._book = planner.open_book(
+                    self.backend, self._decision, self._store(), self._book_key(), self.config
+                )
         return self._decision
 
     def profile(
@@ -507,12 +534,21 @@ class Engine(Closing):
             )
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
-        self._decision = self._drift = None
+        self._decision = self._drift = self._book = None
         self._drifted = False
+        if isinstance(self._policy, FixedPolicy):
+            return profile
+        # it decided by the costs that were measured before
+        self.set_speculation("on" if self.speculation.policy == "knapspec" else "auto")
         return profile
 
     def _model_key(self) -> dict[str, Any]:
         return {"model": self.fingerprint(), **self._machine}
+
+    def _book_key(self) -> dict[str, Any]:
+        from .search import planner
+
+        return planner.book_key(self.backend, self._model_key())
 
     def _store(self) -> Store:
         from .latency.store import Store
@@ -525,9 +561,12 @@ class Engine(Closing):
         if tracker is None:
             return None
         plan = None if draft is None else draft.plan
+        # the planner compares them itself, with the plan that it used
+        compare = isinstance(self._policy, FixedPolicy)
 
         def observe(times: RoundTimes) -> None:
-            tracker.observe(times, plan)
+            if compare:
+                tracker.observe(times, plan)
             if stats.rounds % _DRIFT_INTERVAL_ROUNDS == 0:
                 stats.drift = tracker.report()
 
@@ -553,28 +592,6 @@ class Engine(Closing):
             self._drifted = True
             key = kept.latency_key(self.backend, self._model_key())
             kept.mark_stale(self._store(), key, profile, reason)
-
-    def _correct(self) -> None:
-        """Before an answer: let what recent rounds took decide along (auto only)."""
-        decision, tracker = self._decision, self._drift
-        if self._spec != "auto" or tracker is None or decision is None:
-            return
-        if decision.measured is None or not decision.finalists or tracker.observed == 0:
-            return
-        from .search import planner
-
-        corrected = planner.choose(
-            decision.measured,
-            decision.finalists,
-            self.backend.sublayers,
-            self.config,
-            from_cache=decision.from_cache,
-            correction=tracker.correction(),
-        )
-        if corrected.state != self.speculation.state:
-            self._decision = corrected
-            self.speculation = self._choose("auto")
-            self._guard = SpeedGuard(self.config) if self.speculation.guarded else None
 
     def _load_plan(self, path: Path) -> Draft:
         from .search import plan_file
@@ -674,7 +691,7 @@ class Engine(Closing):
             return token in extra_ends or self.backend.is_end(token)
 
         self._note_drift()
-        self._correct()
+        self._keep_learned()
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:
@@ -683,11 +700,10 @@ class Engine(Closing):
         generation = self.session.generate(
             tokens,
             sampling=sampling,
-            draft=self.speculation.draft,
+            policy=self._policy,
             max_tokens=settings.max_tokens,
             is_end=is_end,
             progress=prompt_progress,
-            guard=self._guard,
             watch=self._watch,
         )
         self._latest = Answer(
