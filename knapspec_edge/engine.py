@@ -22,7 +22,7 @@ from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
-from .text.calibration import calibration_tokens
+from .text.calibration import calibration_tokens, long_calibration_tokens
 from .text.stop import StopFilter
 from .text.stream import StreamDecoder
 from .text.templates import ChatTemplate, Message, choose_template
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .latency.drift import DriftTracker
     from .latency.profile import LatencyProfile
     from .latency.store import Store
+    from .search.outlook import Outlook
     from .search.plan_book import PlanBook
     from .search.planner import Decision
     from .search.settings import Candidate
@@ -268,6 +269,7 @@ class Engine(Closing):
         template: str | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
+        purpose: str | None = None,
         config: Config = DEFAULTS,
         progress: Progress | None = None,
     ) -> Engine:
@@ -280,8 +282,9 @@ class Engine(Closing):
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
-        None: config.expected_context_tokens); without a profile llama.cpp's own choice. Where
-        "auto" finds that speculation does not pay, the best settings for plain decoding hold.
+        None: config.expected_context_tokens) and `purpose`, "plain" or "speculation" (None: as
+        `spec` is); without a profile llama.cpp's own choice. Where "auto" finds that speculation
+        does not pay, the best settings for plain decoding hold.
 
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
@@ -361,7 +364,7 @@ class Engine(Closing):
                 engine.set_speculation(spec, progress=progress)
                 return engine
 
-            best = best_for("plain" if spec == "off" else "speculation")
+            best = best_for(purpose or ("plain" if spec == "off" else "speculation"))
             engine = open_with(best)
             if best is not None and spec == "auto" and engine.speculation.state == "off":
                 # Single sublayers promised more than whole drafts keep: plain decoding it is, and
@@ -541,6 +544,53 @@ class Engine(Closing):
         # it decided by the costs that were measured before
         self.set_speculation("on" if self.speculation.policy == "knapspec" else "auto")
         return profile
+
+    def plan(
+        self,
+        context_tokens: int | None = None,
+        *,
+        budget_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Outlook:
+        """What "auto" would do at a context of so many tokens, and everything it is chosen by.
+
+        None: config.expected_context_tokens. Measures it (for about `budget_seconds`, None: as the
+        context demands) unless a measurement of this context is kept. Forgets the conversation's
+        keys and ends an unfinished answer; how answers are speculated stays as it is. Raises
+        PlanError for a model whose sublayers are not recognised and for a measurement that failed,
+        UsageError for a context that does not fit, Interrupted.
+        """
+        from .search import outlook, planner
+
+        if self.backend.refusal is not None:
+            raise PlanError(f"{self.name} cannot be planned for: {self.backend.refusal}")
+        n = self.config.expected_context_tokens if context_tokens is None else context_tokens
+        if n < 2:
+            raise UsageError(f"the context is {n} tokens; a plan takes at least 2")
+        needed = planner.room_tokens(n, self.config)
+        if needed > self.n_ctx:
+            raise UsageError(
+                f"a plan for {n} tokens takes a context of {needed}, with the text it is judged "
+                f"on; this one has {self.n_ctx}; raise --ctx"
+            )
+        config = planner.at_context(self.config, n, budget_seconds)
+
+        def measured(share: float) -> None:
+            if progress is not None:
+                progress("measure", share)
+
+        measured(0.0)
+        tokens = long_calibration_tokens(self.vocabulary, self._template, n)
+        self.session.reset()  # the measurement needs the whole context
+        with self.interruptible():
+            decision = planner.decide(
+                self.backend, self._model_key(), tokens, config, self._store(), measured
+            )
+        if decision.measured is None:
+            reason = decision.reason.removeprefix("off: ")
+            raise PlanError(f"{self.name} cannot be planned for: {reason}")
+        settings = getattr(self.backend, "settings", {})
+        return outlook.outlook(decision, self.backend.sublayers, settings, config)
 
     def _model_key(self) -> dict[str, Any]:
         return {"model": self.fingerprint(), **self._machine}

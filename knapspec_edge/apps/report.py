@@ -24,6 +24,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
+    together: int = 1  # so many columns after the first are not parted where the table is too wide
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,19 @@ def fitting(table: Table, width: int) -> list[Table]:
     widths = [_column_width(table, i) for i in range(len(table.columns))]
     pieces: list[list[int]] = [[0]]
     used = widths[0]
-    for i in range(1, len(widths)):
-        if used + widths[i] > width and len(pieces[-1]) > 1:
+    for start in range(1, len(widths), table.together):
+        group = range(start, min(len(widths), start + table.together))
+        needed = sum(widths[i] for i in group)
+        # as a whole into the next piece; parted only where even a piece of its own is too narrow
+        if used + needed > width and len(pieces[-1]) > 1:
             pieces.append([0])
             used = widths[0]
-        pieces[-1].append(i)
-        used += widths[i]
+        for i in group:
+            if used + widths[i] > width and len(pieces[-1]) > 1:
+                pieces.append([0])
+                used = widths[0]
+            pieces[-1].append(i)
+            used += widths[i]
     return [
         Table(
             tuple(table.columns[i] for i in piece),

@@ -20,6 +20,7 @@ from .judged import Alternative, Measured
 from .planner import Decision
 from .throughput import can_pay, expected_tokens_geometric
 
+_NAMES = {"mlp": "MLP"}  # kinds that people write otherwise
 _Z95 = NormalDist().inv_cdf(0.975)
 
 
@@ -361,7 +362,9 @@ def _verification(alternative: Alternative, measured: Measured) -> Callable[[int
 
 def _why(decision: Decision, judged: Sequence[JudgedPlan], config: Config) -> str:
     reason = decision.reason.removeprefix(f"{decision.state}: ")
-    if not judged or decision.disturbed:
+    measured = decision.measured
+    seen = measured is not None and any(c.points for c in measured.costs.class_costs)
+    if not judged or decision.disturbed or not seen:
         return reason
     best = judged[0]
     round_ = (
@@ -376,7 +379,8 @@ def _why(decision: Decision, judged: Sequence[JudgedPlan], config: Config) -> st
         return (
             f"α = {best.agreement:.2f} of the best draft's picks agree, but drafting a token "
             f"costs c = {best.draft_cost:.2f} and verifying it s = {best.verify_slope:.2f} of a "
-            f"step at least: α <= c + s, so no draft length gains"
+            f"step at least: α <= c + s = {best.draft_cost + best.verify_slope:.2f}, so no draft "
+            "length gains"
         )
     if best.ratio <= 1.0:
         return f"{round_}: {best.ratio:.2f}x of plain decoding"
@@ -408,8 +412,8 @@ def _runner_up(decision: Decision, judged: Sequence[JudgedPlan]) -> str:
 
 
 def describe(judged: JudgedPlan) -> str:
-    """A draft in a few words: "without 3 attention and 2 mlp sublayers, γ = 4"."""
-    parts = [f"{n} {kind}" for kind, n in judged.skipped.items() if n]
+    """A draft in a few words: "a draft without 3 attention and 2 MLP sublayers, γ = 4"."""
+    parts = [f"{n} {_NAMES.get(kind, kind)}" for kind, n in judged.skipped.items() if n]
     what = " and ".join(parts) if parts else "no"
     plural = "sublayer" if sum(judged.skipped.values()) == 1 else "sublayers"
     return f"a draft without {what} {plural}, γ = {judged.draft.max_tokens}"

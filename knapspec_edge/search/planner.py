@@ -68,6 +68,13 @@ def at_context(config: Config, context_tokens: int, budget_seconds: float | None
     )
 
 
+def room_tokens(context_tokens: int, config: Config = DEFAULTS, *, fresh: bool = False) -> int:
+    """Size of the context that deciding for so many tokens takes; with `fresh` that which also
+    lets finalists be judged on text of their own."""
+    behind = config.measure_window_tokens + 2
+    return context_tokens + behind + (config.plan_fresh_tokens if fresh else 0)
+
+
 def decide(
     backend: Backend,
     model_key: str | Mapping[str, Any],

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import KnapspecError, UsageError
 from ...records import Kind
+from .. import files
 from ..report import Facts, Section, Table
 
 if TYPE_CHECKING:
@@ -65,20 +66,7 @@ def check(path: Path) -> None:
             import jinja2  # noqa: F401
     except ImportError:
         raise UsageError(_MISSING) from None
-    try:
-        if path.is_dir():
-            raise UsageError(f"cannot write the plot {path}: it is a folder")
-        if path.exists() and not path.is_file():
-            raise UsageError(f"cannot write the plot {path}: it is not a file")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise UsageError(f"cannot write the plot {path}: the file is read-only")
-        temporary = _temporary(path)
-        with open(temporary, "xb"):
-            pass
-        temporary.unlink()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot write the plot {path}: {reason}") from None
+    files.check_writable(path, "the plot")
 
 
 def save(drawing: Drawing, path: Path) -> None:
@@ -92,14 +80,14 @@ def save(drawing: Drawing, path: Path) -> None:
         content = page(drawing).encode() if suffix == ".html" else _drawn(drawing, suffix[1:])
     except ImportError:
         raise UsageError(_MISSING) from None
-    temporary = _temporary(path)
+    temporary = files.temporary(path)
     try:
         try:
             with open(temporary, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, _target(path))
+            os.replace(temporary, files.target(path))
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
@@ -116,16 +104,6 @@ def _suffix(path: Path) -> str:
     if suffix not in SUFFIXES:
         raise UsageError(f"a plot is a .png, .svg or .html file, not {path.name or path}")
     return suffix
-
-
-def _target(path: Path) -> Path:
-    """Where a link leads: it is the file behind it that is replaced, not the link."""
-    return Path(os.path.realpath(path))
-
-
-def _temporary(path: Path) -> Path:
-    target = _target(path)
-    return target.with_name(f".{target.name}.{os.getpid()}.new")
 
 
 def _drawn(drawing: Drawing, form: str, ink: str = "black") -> bytes:
