@@ -72,6 +72,8 @@ void sigint_release() {
 
 } // namespace
 
+knapspec_context::knapspec_context(llama_context & ctx) : ctx(ctx) {}
+
 knapspec_context::~knapspec_context() {
     if (sigint_target.load() == this) {
         sigint_release();

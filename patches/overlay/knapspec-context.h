@@ -20,7 +20,7 @@ struct llama_context;
 
 class knapspec_context {
 public:
-    explicit knapspec_context(llama_context & ctx) : ctx(ctx) {}
+    explicit knapspec_context(llama_context & ctx);
     ~knapspec_context();
 
     // the state of a context, made on first use; a context that nobody asks for has none and takes upstream's path
