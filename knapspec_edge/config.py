@@ -32,6 +32,8 @@ class Config:
     # first measurement
     measure_budget_seconds: float = 15.0
     measure_context_tokens: int = 256
+    # a decision at a context that was asked for gets the budget once more for so many tokens of it
+    measure_budget_context_tokens: int = 512
     measure_window_tokens: int = 48  # tokens on which single-sublayer agreement is judged
     measure_limit_tokens: int = 4096  # longest context of a first measurement; later ones go on
     measure_verify_max: int = 9  # verification cost is measured at 1..this tokens

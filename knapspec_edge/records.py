@@ -206,6 +206,8 @@ class Stats:
     accepted_at: list[int] = field(default_factory=list)
     # "stop", "length" or "interrupted"; None while running or after the reader closed it early
     finish_reason: str | None = None
+    # how the latest round that drafted did so; None: none did
+    latest_draft: Draft | None = None
     # why auto went on plainly in the middle of this answer (decode.guard), or None
     speculation_stopped: str | None = None
     # that passes take longer or shorter than they did when this machine was measured, or None

@@ -272,6 +272,18 @@ class FakeBackend:
             np.array([p.probability for p in picks], dtype=np.float32),
         )
 
+    def final_states(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """The logits are the states: its head is the unit matrix."""
+        if self.refusal is not None:
+            raise PlanError(self.refusal)
+        start = self.n_past
+        picks, _ = self.evaluate(tokens, plan)
+        ends = range(start + 1, start + len(tokens) + 1)
+        rows = [self.model.logits(self._tokens[:end], plan) for end in ends]
+        return np.array(rows, dtype=np.float32).reshape(len(rows), self.n_vocab), picks
+
     @property
     def max_beside_tokens(self) -> int:
         return self.beside_tokens if self.sublayers else 0

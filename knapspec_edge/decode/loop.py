@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..backend import Backend
 from ..errors import Interrupted
-from ..records import Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
+from ..records import Draft, Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
 from .policy import Policy
 from .rollback import rewind
 
@@ -154,10 +154,11 @@ class Loop:
         draft_ms, verify_ms = stats.draft_ms, stats.verify_ms
         drafted: list[int] = []
         confidences: list[float] = []
-        plan, n_draft = self._draft_length(left)
-        if plan is not None and n_draft:
-            drafted, confidences = self.draft(last, plan, n_draft)
+        draft, n_draft = self._draft_length(left)
+        if draft is not None and n_draft:
+            drafted, confidences = self.draft(last, draft.plan, n_draft)
             if drafted:
+                stats.latest_draft = draft
                 rewind(backend, self._kept)
         n_drafted = len(drafted)
         if n_drafted:
@@ -200,8 +201,8 @@ class Loop:
             self.watch(times)
         return shown
 
-    def _draft_length(self, left: int) -> tuple[Plan | None, int]:
-        """Plan of the next round and how much to draft at most; 0 means a plain step.
+    def _draft_length(self, left: int) -> tuple[Draft | None, int]:
+        """How the next round drafts, and how many tokens at most; 0 means a plain step.
 
         A round emits up to one token more than it drafts, so `left` (which the context bounds too)
         allows left - 1; verification takes the last token along.
@@ -212,7 +213,7 @@ class Loop:
         backend = self.backend
         positions = backend.n_ctx - backend.n_past
         most = min(draft.max_tokens, left - 1, positions - 1, backend.max_verify_tokens - 1)
-        return draft.plan, max(0, most)
+        return draft, max(0, most)
 
     def _count_draft(self, drafted: int, verified: int, accepted: int) -> None:
         stats = self.stats

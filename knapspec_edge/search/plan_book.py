@@ -142,15 +142,23 @@ class PlanBook:
     def plans(self, bucket: int) -> tuple[Plan, ...]:
         """The candidates of a bucket: the knapsack's, solved when first asked for, and whatever
         was judged there or, where nothing was, in the nearest bucket."""
-        if bucket not in self._shortlists:
-            self._shortlists[bucket] = tuple(
-                candidate_plans(
-                    self.costs, self.fidelity, self.context(bucket), self.sublayers, self.config
-                )
-            )
+        self._solve(bucket)
         near = self._nearest(bucket)
         known = () if near is None else tuple(self._judged[near])
         return tuple(dict.fromkeys((*known, *self._shortlists[bucket])))
+
+    def solve_ahead(self) -> None:
+        """Find the candidates of all buckets, so that entering one takes no time."""
+        for bucket in range(self.bucket(self.n_ctx) + 1):
+            self._solve(bucket)
+
+    def _solve(self, bucket: int) -> None:
+        if bucket not in self._shortlists:
+            context = self.context(bucket)
+            self._shortlists[bucket] = tuple(
+                candidate_plans(self.costs, self.fidelity, context, self.sublayers, self.config)
+            )
+            self.changed = True
 
     def propose(self, bucket: int, plans: Iterable[Plan]) -> None:
         """Candidates of another generator, or those that were solved for earlier."""
@@ -254,6 +262,8 @@ class PlanBook:
         """Judgements and shortlists by bucket; costs and fidelity are kept elsewhere."""
         buckets = sorted({*self._judged, *self._shortlists})
         return {
+            # shortlists follow from these costs, judgements from the model alone
+            "latency_at": self.costs.profile.measured_at,
             "first_tokens": self.config.bucket_first_tokens,
             "buckets": [
                 {
@@ -288,16 +298,15 @@ class PlanBook:
             b = int(entry["bucket"])
             if not 0 <= b < 64:
                 raise ValueError("a bucket is impossible")
-            shortlists[b] = tuple(_plan(n, skipped) for skipped in entry["shortlist"])
+            if data["latency_at"] == self.costs.profile.measured_at:
+                shortlists[b] = tuple(_plan(n, skipped) for skipped in entry["shortlist"])
             for item in entry["judged"]:
                 plan = _plan(n, item["skipped"])
                 windows = tuple(_window(w) for w in item["windows"])
                 if not windows:
                     raise ValueError("a judged plan without text")
                 judged.setdefault(b, {})[plan] = Judgement(plan, windows)
-        for b, plans in shortlists.items():
-            if plans:
-                self._shortlists[b] = plans
+        self._shortlists.update(shortlists)
         for b, found in judged.items():
             self._judged.setdefault(b, {}).update(found)
         self._version += 1
