@@ -74,6 +74,7 @@ class Config:
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
     plan_rounding_error: float = 0.04  # of the cheapest sublayer's cost in whole units
     plan_shortlist: int = 6  # candidates whose joint agreement is measured
+    plan_judge_tokens: int = 33  # a window to judge plans on is at least so long, room permitting
     plan_judge_block_tokens: int = 8  # about the length of a draft, see measure_block_tokens
     plan_finalists: int = 2  # candidates timed in real rounds
     plan_fresh_tokens: int = 64  # tokens after the window on which finalists are judged afresh
