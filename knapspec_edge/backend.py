@@ -7,12 +7,37 @@ that keeps a ledger of which (position, sublayer) holds keys. Nothing here knows
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .records import GREEDY, Pick, Plan, Sampling, SubLayer, Traits
+
+
+class Branches(Protocol):
+    """Candidate networks over one window of tokens, run sublayer by sublayer on given states.
+
+    Every branch sees the same text before the window and, causally, its own window; branches see
+    nothing of each other. States are f32 [branches, tokens, hidden]: what the residual stream holds
+    between two sublayers. Nothing else lives on between two calls.
+    """
+
+    def embed(self, last: int) -> NDArray[np.float32]:
+        """The target's states f32 [tokens, hidden] after its sublayers 0..last."""
+        ...
+
+    def apply(self, sublayer: int, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The states after one sublayer, of all branches in one call.
+
+        Raises PlanError for a sublayer of the first layer, which has no such state before it.
+        """
+        ...
+
+    def head(self, states: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Final norm and head: (greedy tokens i32, probabilities f32), both [branches, tokens]."""
+        ...
 
 
 class Backend(Protocol):
@@ -89,6 +114,16 @@ class Backend(Protocol):
         """
         ...
 
+    def final_states(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Append tokens under a plan: what the head multiplies, and what is picked from it.
+
+        Returns (states f32 [n, n_embd], after the final norm with its gain; greedy tokens i32 [n]).
+        For certificates; truncate afterwards. Raises PlanError for a model that has a refusal.
+        """
+        ...
+
     @property
     def max_beside_tokens(self) -> int:
         """Most tokens that `evaluate_beside` takes in one pass; 0 where it is impossible."""
@@ -106,6 +141,31 @@ class Backend(Protocol):
         of the cache under the plan; blocks see nothing of each other. Returns per block (picks i32
         [n], probabilities f32 [n]). Raises ContextError where no cells are left for it or a sliding
         window no longer holds what lies before a block, Interrupted.
+        """
+        ...
+
+    def hidden_states(self, tokens: Sequence[int], plan: Plan | None = None) -> NDArray[np.float32]:
+        """Append tokens under a plan; the residual stream f32 [sublayers, tokens, hidden] after
+        each sublayer. A skipped one leaves it as it was.
+
+        Raises PlanError where the sublayers are not recognised.
+        """
+        ...
+
+    @property
+    def branch_refusal(self) -> str | None:
+        """Why `branches` is impossible with this model, or None."""
+        ...
+
+    def branches(
+        self, start: int, tokens: Sequence[int], n_branches: int
+    ) -> AbstractContextManager[Branches]:
+        """Branches with a window of `tokens` behind the first `start` tokens of the cache.
+
+        `n_branches` is how many there will usually be; more are computed in turns. In the context
+        nothing else can be computed; after it, the cache is as it was, bit for bit. Raises
+        PlanError with `branch_refusal`, ContextError where there are no cells for even one branch
+        or a sliding window no longer holds what lies before the window, Interrupted.
         """
         ...
 

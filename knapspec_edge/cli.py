@@ -592,11 +592,120 @@ def profile(
     else:
         terminal.show(profile_report.renderables(report, terminal.columns))
     if drawing is not None:
-        plots.save(report, drawing)
+        from .apps.plots.profile import drawing as drawn
+
+        plots.save(drawn(report), drawing)
         terminal.notice(f"drawn into {drawing}")
     if report.interrupted:
         terminal.notice("interrupted: this is what was measured until then")
         return EXIT_INTERRUPTED
+    return 0
+
+
+@cli.command()
+@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@_option(
+    "--at",
+    "at_tokens",
+    type=click.IntRange(2, CTX_TOKENS_MAX),
+    metavar="N",
+    help="Context to plan for, in tokens; 1024 without it.",
+)
+@_option(
+    "--policy",
+    type=click.Choice(["knapspec"]),
+    default="knapspec",
+    show_default=True,
+    help="Who proposes plans; all are judged alike.",
+)
+@_option(
+    "--budget",
+    type=_Number(1.0, 86400.0),
+    metavar="SECONDS",
+    help="Time to measure for where nothing is kept; without it as long as the context needs.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
+@click.option("--save", metavar="FILE", help="Write the best draft as a plan file for --spec FILE.")
+@_with(*_MODEL_OPTIONS, *_OUTPUT_OPTIONS)
+def plan(
+    model: str | None,
+    at_tokens: int | None,
+    policy: str,
+    budget: float | None,
+    as_json: bool,
+    plot: str | None,
+    save: str | None,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
+    """Show what MODEL would be drafted with at a context of N tokens, and why: which sublayers are
+    left out, what each costs and contributes, what skipping could gain, and how the best drafts did
+    on the model's own text and in real rounds.
+
+    The first time at a context it is measured, which is kept. A saved plan is forced with
+    --spec FILE, also where plain decoding won.
+
+    \b
+    Examples:
+      knapspec-edge plan
+      knapspec-edge plan model.gguf --at 4096 --plot plan.html
+      knapspec-edge plan model.gguf --at 2048 --save mine.json --json > plan.json
+    """
+    from pathlib import Path
+
+    from .apps import files, plan_report
+    from .apps import plan as app
+    from .terminal import Terminal
+
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    drawing = None if plot is None else Path(os.path.expanduser(plot))
+    plan_file = None if save is None else Path(os.path.expanduser(save))
+    if drawing is not None:
+        from .apps import plots
+
+        # What cannot be written is said before minutes are spent on measuring it.
+        plots.check(drawing)
+    if plan_file is not None:
+        files.check_writable(plan_file, "the plan")
+    try:
+        path = _obtain(model, options, terminal)
+        report = app.run(
+            path,
+            app.Options(
+                at_tokens=at_tokens,
+                ctx=options["ctx"],
+                budget_seconds=budget,
+                threads=options["threads"],
+                gpu_layers=options["gpu_layers"],
+                kv_type=options["kv_type"],
+                flash_attn=options["flash_attn"],
+                template=options["template"],
+                policy=policy,
+            ),
+            terminal.progress,
+            warn=terminal.warning,
+        )
+    finally:
+        terminal.clear_progress()
+    if as_json:
+        import json
+
+        data = plan_report.to_json(report)
+        terminal.text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        unicode = terminal.can_show(plan_report.UNICODE)
+        terminal.show(plan_report.renderables(report, terminal.columns, unicode=unicode))
+    if drawing is not None:
+        from .apps.plots.plan import drawing as drawn
+
+        plots.save(drawn(report), drawing)
+        terminal.notice(f"drawn into {drawing}")
+    app.check(report)
+    if plan_file is not None:
+        app.save(report, plan_file)
+        terminal.notice(f"saved; --spec {plan_file} drafts with it")
     return 0
 
 

@@ -32,6 +32,8 @@ class Config:
     # first measurement
     measure_budget_seconds: float = 15.0
     measure_context_tokens: int = 256
+    # a decision at a context that was asked for gets the budget once more for so many tokens of it
+    measure_budget_context_tokens: int = 512
     measure_window_tokens: int = 48  # tokens on which single-sublayer agreement is judged
     measure_limit_tokens: int = 4096  # longest context of a first measurement; later ones go on
     measure_verify_max: int = 9  # verification cost is measured at 1..this tokens
@@ -76,6 +78,26 @@ class Config:
     plan_finalists: int = 2  # candidates timed in real rounds
     plan_fresh_tokens: int = 64  # tokens after the window on which finalists are judged afresh
     plan_margin: float = 0.05  # predicted gain that auto asks for; covers noise of a short window
+
+    # planner while decoding
+    bucket_first_tokens: int = 512  # contexts up to here share their plans; then up to twice, ...
+    plan_share: float = 0.01  # of decode time, spent on judging plans beside the text
+    plan_share_kept_seconds: float = 2.0  # of that share, saved for later at most
+    plan_hysteresis: float = 0.03  # gain that a change from the plan in use to another asks for
+    plan_interval_rounds: int = 64  # drafting rounds between two looks at the plan in use
+    plan_min_window_tokens: int = 16  # fewer new tokens are not judged on
+    plan_kept_places: int = 384  # judged places kept per plan and bucket; older ones are forgotten
+    plan_trust_places: int = 40  # judged at a bucket before speculation may begin there
+    plan_confidence: float = 2.0  # standard errors of the band that acceptance should stay in
+    calibration_memory_tokens: float = 512.0  # drafted tokens that acceptance is estimated from
+
+    # search over hidden states
+    dp_min_cosine: float = 0.5  # the paper's τ
+    dp_budget_share: float = 0.5  # of the total weight, skipped at most (the paper's K/2)
+    dp_window_tokens: int = 8  # about the length of a draft
+    dp_max_branches: int = 8  # alive at once; window x branches is a pass of 64 tokens
+    dp_paper_window_tokens: int = 55  # 5 rounds of 10 drafted tokens and one more
+    dp_paper_weight_cap: int = 5  # of the published code
 
     # online guard (auto only)
     guard_plain_rounds: int = 3  # plain steps that measure the speed speculation has to beat

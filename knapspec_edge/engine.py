@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from .closing import Closing
 from .config import DEFAULTS, Config
-from .decode.guard import SpeedGuard
+from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
-from .text.calibration import calibration_tokens
+from .text.calibration import calibration_tokens, long_calibration_tokens
 from .text.stop import StopFilter
 from .text.stream import StreamDecoder
 from .text.templates import ChatTemplate, Message, choose_template
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .latency.drift import DriftTracker
     from .latency.profile import LatencyProfile
     from .latency.store import Store
+    from .search.outlook import Outlook
+    from .search.plan_book import PlanBook
     from .search.planner import Decision
     from .search.settings import Candidate
 
@@ -154,11 +156,16 @@ class Answer(Closing):
 
     @property
     def speculation(self) -> Speculation:
-        """What held for this answer, including that auto gave up in the middle."""
-        stopped = self.stats.speculation_stopped
-        if stopped is None:
-            return self._speculation
-        return replace(self._speculation, reason=stopped, guarded=True)
+        """What held for this answer, including that auto began or gave up in the middle."""
+        found = self._speculation
+        latest, stopped = self.stats.latest_draft, self.stats.speculation_stopped
+        if latest is not None:
+            if found.state == "off":
+                found = replace(
+                    found, state="on", policy="knapspec", reason="it began to pay in this answer"
+                )
+            found = replace(found, draft=latest)
+        return found if stopped is None else replace(found, reason=stopped, guarded=True)
 
     def close(self) -> None:
         """End the answer here; held-back text still belongs to `text`."""
@@ -230,9 +237,9 @@ class Engine(Closing):
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
-        self._guard: SpeedGuard | None = None
+        self._policy: Policy = FixedPolicy(None)
+        self._book: PlanBook | None = None  # what is known about plans, once measured
         self._decision: Decision | None = None  # once measured
-        self._spec: str | os.PathLike[str] = "off"
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
         self._drifted = False  # written down
         # which of the settings were measured to be best here, for people; None without a profile
@@ -262,6 +269,7 @@ class Engine(Closing):
         template: str | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
+        purpose: str | None = None,
         config: Config = DEFAULTS,
         progress: Progress | None = None,
     ) -> Engine:
@@ -274,8 +282,9 @@ class Engine(Closing):
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
-        None: config.expected_context_tokens); without a profile llama.cpp's own choice. Where
-        "auto" finds that speculation does not pay, the best settings for plain decoding hold.
+        None: config.expected_context_tokens) and `purpose`, "plain" or "speculation" (None: as
+        `spec` is); without a profile llama.cpp's own choice. Where "auto" finds that speculation
+        does not pay, the best settings for plain decoding hold.
 
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
@@ -355,7 +364,7 @@ class Engine(Closing):
                 engine.set_speculation(spec, progress=progress)
                 return engine
 
-            best = best_for("plain" if spec == "off" else "speculation")
+            best = best_for(purpose or ("plain" if spec == "off" else "speculation"))
             engine = open_with(best)
             if best is not None and spec == "auto" and engine.speculation.state == "off":
                 # Single sublayers promised more than whole drafts keep: plain decoding it is, and
@@ -377,6 +386,7 @@ class Engine(Closing):
             self._latest.close()
             self._latest = None
         self._note_drift()
+        self._keep_learned()
         self._resources.close()
 
     @property
@@ -416,10 +426,27 @@ class Engine(Closing):
         """
         _check_spec(spec)
         chosen = self._choose(spec, progress)
-        self._spec = spec
-        self._guard = SpeedGuard(self.config) if chosen.guarded else None
+        self._keep_learned()
+        self._policy = self._policy_for(spec, chosen)
         self.speculation = chosen
         return chosen
+
+    def _policy_for(self, spec: str | os.PathLike[str], chosen: Speculation) -> Policy:
+        """What decides round by round: a plan file holds for all rounds, the planner adapts."""
+        book, drift = self._book, self._drift
+        if spec not in ("auto", "on") or book is None or drift is None:
+            return FixedPolicy(chosen.draft)
+        from .search.online import OnlinePlanner
+
+        forced = spec == "on"
+        return OnlinePlanner(self.backend, book, drift, forced=forced, config=self.config)
+
+    def _keep_learned(self) -> None:
+        """Write down what was learned about plans since the last time, if anything."""
+        if self._book is not None and self._book.changed:
+            from .search import planner
+
+            planner.save_book(self._store(), self._book_key(), self._book)
 
     def _choose(
         self, spec: str | os.PathLike[str], progress: Progress | None = None
@@ -475,6 +502,9 @@ class Engine(Closing):
                 )
             if self._decision.measured is not None:
                 self._drift = DriftTracker(self._decision.measured.costs, self.config)
+                self._book = planner.open_book(
+                    self.backend, self._decision, self._store(), self._book_key(), self.config
+                )
         return self._decision
 
     def profile(
@@ -507,12 +537,68 @@ class Engine(Closing):
             )
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
-        self._decision = self._drift = None
+        self._decision = self._drift = self._book = None
         self._drifted = False
+        if isinstance(self._policy, FixedPolicy):
+            return profile
+        # it decided by the costs that were measured before
+        self.set_speculation("on" if self.speculation.policy == "knapspec" else "auto")
         return profile
+
+    def plan(
+        self,
+        context_tokens: int | None = None,
+        *,
+        budget_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Outlook:
+        """What "auto" would do at a context of so many tokens, and everything it is chosen by.
+
+        None: config.expected_context_tokens. Measures it (for about `budget_seconds`, None: as the
+        context demands) unless a measurement of this context is kept. Forgets the conversation's
+        keys and ends an unfinished answer; how answers are speculated stays as it is. Raises
+        PlanError for a model whose sublayers are not recognised and for a measurement that failed,
+        UsageError for a context that does not fit, Interrupted.
+        """
+        from .search import outlook, planner
+
+        if self.backend.refusal is not None:
+            raise PlanError(f"{self.name} cannot be planned for: {self.backend.refusal}")
+        n = self.config.expected_context_tokens if context_tokens is None else context_tokens
+        if n < 2:
+            raise UsageError(f"the context is {n} tokens; a plan takes at least 2")
+        needed = planner.room_tokens(n, self.config)
+        if needed > self.n_ctx:
+            raise UsageError(
+                f"a plan for {n} tokens takes a context of {needed}, with the text it is judged "
+                f"on; this one has {self.n_ctx}; raise --ctx"
+            )
+        config = planner.at_context(self.config, n, budget_seconds)
+
+        def measured(share: float) -> None:
+            if progress is not None:
+                progress("measure", share)
+
+        measured(0.0)
+        tokens = long_calibration_tokens(self.vocabulary, self._template, n)
+        self.session.reset()  # the measurement needs the whole context
+        with self.interruptible():
+            decision = planner.decide(
+                self.backend, self._model_key(), tokens, config, self._store(), measured
+            )
+        if decision.measured is None:
+            reason = decision.reason.removeprefix("off: ")
+            raise PlanError(f"{self.name} cannot be planned for: {reason}")
+        settings = getattr(self.backend, "settings", {})
+        return outlook.outlook(decision, self.backend.sublayers, settings, config)
 
     def _model_key(self) -> dict[str, Any]:
         return {"model": self.fingerprint(), **self._machine}
+
+    def _book_key(self) -> dict[str, Any]:
+        from .search import planner
+
+        return planner.book_key(self.backend, self._model_key())
 
     def _store(self) -> Store:
         from .latency.store import Store
@@ -525,9 +611,12 @@ class Engine(Closing):
         if tracker is None:
             return None
         plan = None if draft is None else draft.plan
+        # the planner compares them itself, with the plan that it used
+        compare = isinstance(self._policy, FixedPolicy)
 
         def observe(times: RoundTimes) -> None:
-            tracker.observe(times, plan)
+            if compare:
+                tracker.observe(times, plan)
             if stats.rounds % _DRIFT_INTERVAL_ROUNDS == 0:
                 stats.drift = tracker.report()
 
@@ -553,28 +642,6 @@ class Engine(Closing):
             self._drifted = True
             key = kept.latency_key(self.backend, self._model_key())
             kept.mark_stale(self._store(), key, profile, reason)
-
-    def _correct(self) -> None:
-        """Before an answer: let what recent rounds took decide along (auto only)."""
-        decision, tracker = self._decision, self._drift
-        if self._spec != "auto" or tracker is None or decision is None:
-            return
-        if decision.measured is None or not decision.finalists or tracker.observed == 0:
-            return
-        from .search import planner
-
-        corrected = planner.choose(
-            decision.measured,
-            decision.finalists,
-            self.backend.sublayers,
-            self.config,
-            from_cache=decision.from_cache,
-            correction=tracker.correction(),
-        )
-        if corrected.state != self.speculation.state:
-            self._decision = corrected
-            self.speculation = self._choose("auto")
-            self._guard = SpeedGuard(self.config) if self.speculation.guarded else None
 
     def _load_plan(self, path: Path) -> Draft:
         from .search import plan_file
@@ -674,7 +741,7 @@ class Engine(Closing):
             return token in extra_ends or self.backend.is_end(token)
 
         self._note_drift()
-        self._correct()
+        self._keep_learned()
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:
@@ -683,11 +750,10 @@ class Engine(Closing):
         generation = self.session.generate(
             tokens,
             sampling=sampling,
-            draft=self.speculation.draft,
+            policy=self._policy,
             max_tokens=settings.max_tokens,
             is_end=is_end,
             progress=prompt_progress,
-            guard=self._guard,
             watch=self._watch,
         )
         self._latest = Answer(

@@ -155,12 +155,22 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Times of one round of the decoding loop."""
+    """One round of the decoding loop: its times, and what came of its draft."""
 
     context_tokens: int  # in the cache before the round
     drafted: int  # 0: a plain step, whose time is verify_ms
     draft_ms: float  # of all drafted tokens together
     verify_ms: float
+    verified: int | None = None  # drafted tokens that were verified; None: all
+    accepted: int = 0
+    confidences: tuple[float, ...] = ()  # of the drafted tokens, as the draft had them
+    tokens: int = 1  # emitted
+    elapsed_ms: float = 0.0  # of the whole round
+
+    @property
+    def width(self) -> int:
+        """Tokens of the verification pass."""
+        return 1 + (self.drafted if self.verified is None else self.verified)
 
 
 @dataclass
@@ -196,6 +206,8 @@ class Stats:
     accepted_at: list[int] = field(default_factory=list)
     # "stop", "length" or "interrupted"; None while running or after the reader closed it early
     finish_reason: str | None = None
+    # how the latest round that drafted did so; None: none did
+    latest_draft: Draft | None = None
     # why auto went on plainly in the middle of this answer (decode.guard), or None
     speculation_stopped: str | None = None
     # that passes take longer or shorter than they did when this machine was measured, or None

@@ -93,6 +93,14 @@ class Terminal:
             return Console(file=self.out).width
         return _FILE_COLUMNS
 
+    def can_show(self, characters: str) -> bool:
+        """Whether standard output has these characters. Files and pipes have them all."""
+        try:
+            characters.encode(getattr(self.out, "encoding", None) or "utf-8")
+        except (LookupError, UnicodeEncodeError):
+            return False
+        return True
+
     def show(self, renderables: list[Any]) -> None:
         """What rich can print, laid out for `columns`; without colours where nobody watches."""
         from rich.console import Console

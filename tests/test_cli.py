@@ -452,6 +452,20 @@ def test_doctor_reports_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert report["packages"]["numpy"]
 
 
+def test_doctor_says_what_the_search_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KNAPSPEC_EDGE_NUMBA", "0")
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert report["search"] == {"kernels": "numpy", "reason": "KNAPSPEC_EDGE_NUMBA=0"}
+    assert (
+        "searching for plans is slower without numba: KNAPSPEC_EDGE_NUMBA=0" in (report["remarks"])
+    )
+    monkeypatch.delenv("KNAPSPEC_EDGE_NUMBA")
+    report = json.loads(invoke("doctor", "--json").stdout)
+    works = report["search"]["kernels"] == "numba"
+    assert works == (not report["search"]["reason"])
+    assert works == (not any("without numba" in line for line in report["remarks"]))
+
+
 def test_doctor_on_a_bad_model_says_why(tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF")

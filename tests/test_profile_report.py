@@ -31,11 +31,10 @@ from sample_report import (
 )
 
 from knapspec_edge.apps import plots
+from knapspec_edge.apps.plots.profile import drawing, drawn_settings
 from knapspec_edge.apps.profile import ProfileReport
 from knapspec_edge.apps.profile_report import (
     MAX_GROUPS,
-    Table,
-    fitting,
     groups_of,
     law,
     renderables,
@@ -43,6 +42,7 @@ from knapspec_edge.apps.profile_report import (
     to_json,
     verification_widths,
 )
+from knapspec_edge.apps.report import Table, fitting
 from knapspec_edge.errors import KnapspecError, UsageError
 from knapspec_edge.latency.costs import Costs
 from knapspec_edge.latency.fidelity import Fidelity, ItemCount
@@ -340,19 +340,19 @@ def test_a_png_and_an_svg_are_drawn_and_repeat(tmp_path: Path) -> None:
     matplotlib_or_skip()
     report = profile_report()
     png, svg = tmp_path / "a.png", tmp_path / "a.SVG"
-    plots.save(report, png)
+    plots.save(drawing(report), png)
     assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     width, height = (int.from_bytes(png.read_bytes()[i : i + 4], "big") for i in (16, 20))
     assert width > 1000
     assert height > 500
-    plots.save(report, svg)
+    plots.save(drawing(report), svg)
     first = svg.read_bytes()
     root = ElementTree.fromstring(first)
     assert root.tag.endswith("}svg")
     ids = {element.get("id") or "" for element in root.iter()}
     # two settings of three panels
     assert sum(1 for name in ids if name.startswith("axes_")) == 6
-    plots.save(report, svg)
+    plots.save(drawing(report), svg)
     assert svg.read_bytes() == first
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.SVG", "a.png"]
 
@@ -377,16 +377,16 @@ def test_odd_profiles_are_shown_and_drawn(profile: Any, tmp_path: Path) -> None:
     json.dumps(to_json(report), allow_nan=False)
     matplotlib_or_skip()
     for suffix in plots.SUFFIXES:
-        plots.save(report, tmp_path / f"odd{suffix}")
+        plots.save(drawing(report), tmp_path / f"odd{suffix}")
 
 
 def test_a_report_without_a_setting_or_a_mark_is_drawn(tmp_path: Path) -> None:
     matplotlib_or_skip()
     report = profile_report()
     unmarked = tuple(replace(r, best_for=()) for r in report.results)
-    assert plots.drawn_settings(report) == list(report.results)
-    assert plots.drawn_settings(replace(report, results=unmarked)) == [unmarked[0]]
-    plots.save(replace(report, results=()), tmp_path / "empty.html")
+    assert drawn_settings(report) == list(report.results)
+    assert drawn_settings(replace(report, results=unmarked)) == [unmarked[0]]
+    plots.save(drawing(replace(report, results=())), tmp_path / "empty.html")
     assert "A small model" in (tmp_path / "empty.html").read_text(encoding="utf-8")
 
 
@@ -432,7 +432,7 @@ def test_the_page_is_whole_escaped_and_needs_nothing_else(tmp_path: Path) -> Non
         model=evil, path=evil, device={"devices": [evil]}, notes=(evil,), warnings=(evil,)
     )
     path = tmp_path / "p.html"
-    plots.save(report, path)
+    plots.save(drawing(report), path)
     source = path.read_text(encoding="utf-8")
     page = Page(source)
     assert "script" not in page.tags
@@ -486,7 +486,7 @@ def test_a_link_keeps_leading_to_the_plot(tmp_path: Path) -> None:
     link = tmp_path / "link.svg"
     link.symlink_to(Path("there") / "plot.svg")
     plots.check(link)
-    plots.save(profile_report(), link)
+    plots.save(drawing(profile_report()), link)
     assert link.is_symlink()
     assert b"<svg" in (tmp_path / "there" / "plot.svg").read_bytes()
     assert [p.name for p in (tmp_path / "there").iterdir()] == ["plot.svg"]
@@ -499,7 +499,7 @@ def test_a_missing_matplotlib_is_one_line(tmp_path: Path, monkeypatch: Any) -> N
     with pytest.raises(UsageError, match=line):
         plots.check(tmp_path / "plot.png")
     with pytest.raises(UsageError, match=line):
-        plots.save(profile_report(), tmp_path / "plot.png")
+        plots.save(drawing(profile_report()), tmp_path / "plot.png")
 
 
 def test_a_failed_write_leaves_the_old_plot(tmp_path: Path, monkeypatch: Any) -> None:
@@ -512,6 +512,6 @@ def test_a_failed_write_leaves_the_old_plot(tmp_path: Path, monkeypatch: Any) ->
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(KnapspecError, match="cannot write the plot .*plot.png: No space left"):
-        plots.save(profile_report(), path)
+        plots.save(drawing(profile_report()), path)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["plot.png"]

@@ -641,9 +641,14 @@ class TestFidelity:
                 assert picks[row, i] == pick.token
                 assert probabilities[row, i] == pytest.approx(pick.probability)
 
-    @pytest.mark.parametrize("call", [0, 3, 7, 20])
-    def test_an_interrupt_leaves_the_cache_where_it_was(self, call: int) -> None:
+    @pytest.mark.parametrize(
+        ("call", "beside_tokens"), [(0, 0), (3, 0), (7, 0), (20, 0), (0, 32), (3, 32), (7, 32)]
+    )
+    def test_an_interrupt_leaves_the_cache_where_it_was(
+        self, call: int, beside_tokens: int
+    ) -> None:
         backend = self.toy({})
+        backend.beside_tokens = beside_tokens
         text = target_text(backend, CALIBRATION[:30], 24)
         backend.fail_at[backend.n_computed + call] = interrupted()
         with pytest.raises(Interrupted):

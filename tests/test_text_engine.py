@@ -16,6 +16,7 @@ from scripted import CHATML, ScriptedModel, fake_of, scripted_engine
 
 from knapspec_edge import gguf_check, native
 from knapspec_edge.config import DEFAULTS
+from knapspec_edge.decode.policy import FixedPolicy
 from knapspec_edge.engine import Answer, Engine, Settings, Speculation
 from knapspec_edge.errors import (
     ContextError,
@@ -39,6 +40,7 @@ def force(engine: Engine, draft_tokens: int = 4) -> None:
     engine.speculation = Speculation(
         "on", "forced by the test", "file", Draft(plan, draft_tokens, 0.0)
     )
+    engine._policy = FixedPolicy(engine.speculation.draft)
 
 
 def read(answer: Answer) -> list[str]:

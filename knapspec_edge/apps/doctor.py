@@ -54,9 +54,8 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "packages": packages,
         "library": _library(problems),
         "folders": _folders(remarks),
+        "search": _search(remarks),
     }
-    if packages["numba"] is None:
-        remarks.append("numba is not installed: searching for plans is slower")
     if model is not None:
         report["model"] = _model(model, problems, remarks, with_library=not problems)
     report["problems"] = problems
@@ -92,6 +91,9 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         )
         for device in report["library"].get("devices", [])
     ]
+    kernels = report["search"]
+    reason = f" ({kernels['reason']})" if kernels["reason"] else ""
+    rows.append(("search", f"{kernels['kernels']}{reason}"))
     for name, folder in report["folders"].items():
         state = "writable" if folder["writable"] else "not writable"
         free = "" if folder["free_bytes"] is None else f", {folder['free_bytes'] >> 20} MiB free"
@@ -164,6 +166,16 @@ def _library(problems: list[str]) -> dict[str, Any]:
             problem = f"the patched llama.cpp cannot be used ({problem}); install the package again"
         problems.append(problem)
         return {"loaded": False, "error": problem}
+
+
+def _search(remarks: list[str]) -> dict[str, Any]:
+    """What the search for plans runs on: tried, because an installed Numba may not work."""
+    from ..search import kernels
+
+    found = kernels.backend()
+    if found.name != "numba":
+        remarks.append(f"searching for plans is slower without numba: {found.reason}")
+    return {"kernels": found.name, "reason": found.reason}
 
 
 def _folders(remarks: list[str]) -> dict[str, Any]:

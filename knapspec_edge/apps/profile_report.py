@@ -1,7 +1,7 @@
 """How a profile is shown: sections of text and tables for people, one JSON object for programs.
 
-`sections` decides what is said; `renderables` lays it out for a terminal, and plots.py puts the
-same sections into a page.
+`sections` decides what is said; report lays it out for a terminal, and plots put the same sections
+into a page.
 """
 
 from __future__ import annotations
@@ -22,38 +22,25 @@ from ..latency.profiler import INTERRUPTED
 from ..latency.regression import Line, fit_line, t95
 from ..records import Kind, SubLayer
 from .profile import ProfileReport, SettingResult
+from .report import (
+    Facts,
+    Section,
+    Table,
+    clean,
+    clean_pairs,
+    counted,
+    duration,
+    finite,
+    kind_name,
+    laid_out,
+    sig,
+)
 
 # Widths of the verification table; all that were measured are in the JSON form.
 SHOWN_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 # More kinds of sublayers than this share their columns and curves with others of their kind.
 MAX_GROUPS = 4
 _EXTREMES = 5  # most harmless and most harmful sublayers that are named
-_NARROWEST = 40  # columns of a terminal; nothing readable fits into fewer
-
-_KIND_NAMES = {Kind.MLP: "MLP"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """Text cells; the first column names the row. Headings may have several lines."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    caption: str
-
-
-@dataclass(frozen=True)
-class Facts:
-    """(name, text) pairs."""
-
-    pairs: tuple[tuple[str, str], ...]
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    parts: tuple[Table | Facts, ...]
 
 
 @dataclass(frozen=True)
@@ -147,7 +134,7 @@ def _group(costs: Costs, parts: Sequence[ClassCost], name: str) -> Group:
 
 def _describe(classes: Sequence[LayerClass], members: tuple[int, ...], window: int) -> str:
     weights = sum(len(c.members) * c.weight_bytes for c in classes) / len(members)
-    parts = [_count(len(members), "sublayer")]
+    parts = [counted(len(members), "sublayer")]
     if weights:
         parts.append(f"{_bytes(weights)} of weights each")
     if window:
@@ -175,14 +162,14 @@ def sections(report: ProfileReport) -> list[Section]:
 
 def title(report: ProfileReport) -> str:
     """Model and where it runs, in one line."""
-    devices = _clean(", ".join(str(d) for d in report.device.get("devices", ())))
-    return f"{_clean(report.model)} on {devices}" if devices else _clean(report.model)
+    devices = clean(", ".join(str(d) for d in report.device.get("devices", ())))
+    return f"{clean(report.model)} on {devices}" if devices else clean(report.model)
 
 
 def setting_name(result: SettingResult) -> str:
     """One measured setting, in words."""
     return (
-        f"flash attention {_clean(result.flash_attn)}, {_clean(result.kv_type)} keys and values, "
+        f"flash attention {clean(result.flash_attn)}, {clean(result.kv_type)} keys and values, "
         + _threads(result)
     )
 
@@ -191,9 +178,9 @@ def _short_name(report: ProfileReport, result: SettingResult) -> str:
     """What tells a setting from the others of the same report."""
     parts = []
     if len({r.flash_attn for r in report.results}) > 1:
-        parts.append(f"flash attention {_clean(result.flash_attn)}")
+        parts.append(f"flash attention {clean(result.flash_attn)}")
     if len({r.kv_type for r in report.results}) > 1:
-        parts.append(f"{_clean(result.kv_type)} keys and values")
+        parts.append(f"{clean(result.kv_type)} keys and values")
     if len({(r.threads, r.threads_batch) for r in report.results}) > 1:
         parts.append(_threads(result))
     return ", ".join(parts) or setting_name(result)
@@ -201,8 +188,8 @@ def _short_name(report: ProfileReport, result: SettingResult) -> str:
 
 def _threads(result: SettingResult) -> str:
     if result.threads == result.threads_batch:
-        return _count(result.threads, "thread")
-    return f"{_count(result.threads, 'thread')} ({result.threads_batch} for several tokens)"
+        return counted(result.threads, "thread")
+    return f"{counted(result.threads, 'thread')} ({result.threads_batch} for several tokens)"
 
 
 def _why_not_kept(report: ProfileReport) -> str:
@@ -224,18 +211,18 @@ def _overview(report: ProfileReport) -> Section:
     for sublayer in report.sublayers:
         kinds[sublayer.kind] = kinds.get(sublayer.kind, 0) + 1
     size = f"{_bytes(report.size_bytes)}, {_number(report.n_params)} parameters; "
-    size += ", ".join(f"{n} {_kind(kind)}" for kind, n in kinds.items()) + " sublayers"
+    size += ", ".join(f"{n} {kind_name(kind)}" for kind, n in kinds.items()) + " sublayers"
     pairs = [("model", f"{report.model} ({size})"), ("file", report.path), ("device", devices)]
     if len(report.threads_ms) > 1:
         pairs.append(("threads", _threads_line(report.threads_ms)))
-    took = f"{_seconds(report.elapsed_seconds)} of a budget of {_seconds(report.budget_seconds)}"
+    took = f"{duration(report.elapsed_seconds)} of a budget of {duration(report.budget_seconds)}"
     pairs.append(("measured", took))
     pairs.append(
         ("kept in", report.kept_in)
         if report.kept_in is not None
         else ("not kept", _why_not_kept(report))
     )
-    parts: list[Table | Facts] = [Facts(_clean_pairs(pairs))]
+    parts: list[Table | Facts] = [Facts(clean_pairs(pairs))]
     comparison = _comparison(report)
     if comparison.pairs:
         parts.append(comparison)
@@ -248,8 +235,8 @@ def _overview(report: ProfileReport) -> Section:
 def _threads_line(threads_ms: dict[str, dict[str, float]]) -> str:
     parts = []
     for threads, times in threads_ms.items():
-        own = [f"step {_sig(times['step_ms'])} ms"] if "step_ms" in times else []
-        own += [f"pass of several {_sig(times['pass_ms'])} ms"] if "pass_ms" in times else []
+        own = [f"step {sig(times['step_ms'])} ms"] if "step_ms" in times else []
+        own += [f"pass of several {sig(times['pass_ms'])} ms"] if "pass_ms" in times else []
         parts.append(f"{threads}: {', '.join(own)}")
     return "; ".join(parts)
 
@@ -298,7 +285,7 @@ def _is_known(*times_ms: float) -> bool:
 
 
 def _per_second(ms: float) -> str:
-    return f"{_sig(1000.0 / ms)} tokens/s"
+    return f"{sig(1000.0 / ms)} tokens/s"
 
 
 def _setting(report: ProfileReport, result: SettingResult) -> Section:
@@ -322,9 +309,9 @@ def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
     rows = []
     for context in costs.profile.contexts:
         step_ms = costs.step_ms(context)
-        row = [f"{context:,}", _sig(step_ms), _sig(1000.0 / step_ms)]
-        row += [_sig(group.ms(context)) for group in groups]
-        row += [_sig(costs.head_ms()), _sig(costs.rest_ms(context))]
+        row = [f"{context:,}", sig(step_ms), sig(1000.0 / step_ms)]
+        row += [sig(group.ms(context)) for group in groups]
+        row += [sig(costs.head_ms()), sig(costs.rest_ms(context))]
         if mixers:
             row.append(f"{100.0 * costs.share([mixers[0].value], context):.0f} %")
         rows.append(tuple(row))
@@ -385,7 +372,7 @@ def _fit_facts(report: ProfileReport, costs: Costs, groups: Sequence[Group]) -> 
         )
     if costs.blind:
         pairs.append(("warning", "noise hid what a sublayer costs; measure again at rest"))
-    return Facts(_clean_pairs(pairs), "Cost of one sublayer (± 95 % confidence)")
+    return Facts(clean_pairs(pairs), "Cost of one sublayer (± 95 % confidence)")
 
 
 def _spread(costs: Costs) -> str:
@@ -400,10 +387,10 @@ def law(group: Group) -> str:
     if not group.points:
         return "not measured"
     if len(group.points) < 2:
-        return f"{_sig(line.intercept)} ms, measured at one context only"
+        return f"{sig(line.intercept)} ms, measured at one context only"
     if not math.isfinite(line.slope_half_width):
         text = (
-            f"{_sig(line.intercept)} ms {_signed(1000.0 * line.slope)} ms per 1,000 tokens of "
+            f"{sig(line.intercept)} ms {_signed(1000.0 * line.slope)} ms per 1,000 tokens of "
             "context (two contexts only: no confidence)"
         )
     elif abs(line.slope) <= line.slope_half_width and not group.grows:
@@ -488,7 +475,7 @@ def _contributions(report: ProfileReport) -> Section:
         )
     caption = (
         "Share of the model's picks that survive leaving one sublayer out "
-        f"({_count(fidelity.runs, 'run')} so far)"
+        f"({counted(fidelity.runs, 'run')} so far)"
     )
     facts = Facts(tuple(pair for pair in pairs if pair[1]), caption)
     return Section("What sublayers contribute", (facts,))
@@ -515,82 +502,18 @@ def _means(fidelity: Fidelity) -> str:
 
 def _item(sublayers: Sequence[SubLayer], index: int, mode: str) -> str:
     sublayer = sublayers[index]
-    name = f"{_kind(sublayer.kind)} {sublayer.layer}"
-    return name if mode == "skip" else f"{name} as {_clean(mode)}"
+    name = f"{kind_name(sublayer.kind)} {sublayer.layer}"
+    return name if mode == "skip" else f"{name} as {clean(mode)}"
 
 
 def _closing(report: ProfileReport) -> list[str]:
     """Notes of the run, each once."""
-    return list(dict.fromkeys(_clean(note) for note in report.notes))
-
-
-# -- how it is laid out
+    return list(dict.fromkeys(clean(note) for note in report.notes))
 
 
 def renderables(report: ProfileReport, width: int) -> list[Any]:
-    """What rich prints, for a terminal of so many columns. Tables that are wider come in parts."""
-    from rich.padding import Padding
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    width = max(_NARROWEST, width)
-    shown: list[Any] = []
-    for number, section in enumerate(sections(report)):
-        if number:
-            shown.append(Text())
-        shown.append(Text(section.title, style="bold"))
-        for place, part in enumerate(section.parts):
-            if part.caption:
-                shown.append(Padding(Text(part.caption, style="dim"), (min(place, 1), 0, 0, 0)))
-            if isinstance(part, Facts):
-                grid = Grid.grid(padding=(0, 2, 0, 0))
-                if any(name for name, _ in part.pairs):
-                    grid.add_column(no_wrap=True)
-                grid.add_column(overflow="fold")
-                for pair in part.pairs:
-                    grid.add_row(*(Text(text) for text in pair if text or len(grid.columns) == 2))
-                shown.append(grid)
-            else:
-                shown += [_grid(piece) for piece in fitting(part, width)]
-    return shown
-
-
-def fitting(table: Table, width: int) -> list[Table]:
-    """The table in as many pieces side by side as it takes; each repeats the first column."""
-    widths = [_column_width(table, i) for i in range(len(table.columns))]
-    pieces: list[list[int]] = [[0]]
-    used = widths[0]
-    for i in range(1, len(widths)):
-        if used + widths[i] > width and len(pieces[-1]) > 1:
-            pieces.append([0])
-            used = widths[0]
-        pieces[-1].append(i)
-        used += widths[i]
-    return [
-        Table(
-            tuple(table.columns[i] for i in piece),
-            tuple(tuple(row[i] for i in piece) for row in table.rows),
-            table.caption,
-        )
-        for piece in pieces
-    ]
-
-
-def _column_width(table: Table, i: int) -> int:
-    lines = [*table.columns[i].split("\n"), *(row[i] for row in table.rows)]
-    return max(len(line) for line in lines) + 2  # the gap to the next column
-
-
-def _grid(table: Table) -> Any:
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for heading in table.columns:
-        grid.add_column(Text(heading), justify="right", vertical="bottom", no_wrap=True)
-    for row in table.rows:
-        grid.add_row(*(Text(cell) for cell in row))
-    return grid
+    """What rich prints, for a terminal of so many columns."""
+    return laid_out(sections(report), width)
 
 
 # -- for programs
@@ -661,8 +584,8 @@ def to_json(report: ProfileReport) -> dict[str, Any]:
         "notes": list(report.notes),
         "warnings": list(report.warnings),
     }
-    finite: dict[str, Any] = _finite(data)
-    return finite
+    plain: dict[str, Any] = finite(data)
+    return plain
 
 
 def _setting_json(result: SettingResult) -> dict[str, Any]:
@@ -751,33 +674,14 @@ def _class_json(costs: Costs, cost: ClassCost) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
-    """JSON knows neither infinities nor "not a number"."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
 # -- figures and words
-
-
-def _sig(value: float, digits: int = 3) -> str:
-    """A figure with so many significant digits, never in powers of ten."""
-    if value == 0.0 or not math.isfinite(value):
-        return "0" if value == 0.0 else "–"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, decimals):,.{max(0, min(6, decimals))}f}"
 
 
 def _with_error(value: float, half_width: float) -> str:
     """Both with the decimals of the first two digits of the uncertainty, "0.0559 ± 0.0078", or of
     the first one where the value would get more than three digits."""
     if not math.isfinite(half_width):
-        return _sig(value)
+        return sig(value)
     first = -math.floor(math.log10(max(half_width, 1e-9)))  # decimal of its first digit
     enough = 2 - math.floor(math.log10(max(abs(value), half_width, 1e-9)))
     decimals = max(0, min(6, max(first, min(first + 1, enough))))
@@ -785,7 +689,7 @@ def _with_error(value: float, half_width: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{'+' if value >= 0.0 else '−'} {_sig(abs(value))}"
+    return f"{'+' if value >= 0.0 else '−'} {sig(abs(value))}"
 
 
 def round_tokens(tokens: float) -> int:
@@ -797,35 +701,14 @@ def round_tokens(tokens: float) -> int:
 def _bytes(n: float) -> str:
     for unit in ("bytes", "kB", "MB"):
         if n < 999.5:
-            return f"{_sig(n)} {unit}" if unit != "bytes" else f"{n:.0f} bytes"
+            return f"{sig(n)} {unit}" if unit != "bytes" else f"{n:.0f} bytes"
         n /= 1000.0
-    return f"{_sig(n)} GB"
+    return f"{sig(n)} GB"
 
 
 def _number(n: float) -> str:
     for unit in ("", " thousand", " million"):
         if n < 999.5:
-            return f"{_sig(n)}{unit}"
+            return f"{sig(n)}{unit}"
         n /= 1000.0
-    return f"{_sig(n)} billion"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120.0 else f"{seconds / 60.0:.1f} min"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def _kind(kind: Kind) -> str:
-    return _KIND_NAMES.get(kind, kind.value)
-
-
-def _clean(text: str) -> str:
-    """Names come from files: nothing in them drives a terminal."""
-    return "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
-
-
-def _clean_pairs(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, _clean(text)) for name, text in pairs)
+    return f"{sig(n)} billion"

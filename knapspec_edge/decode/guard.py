@@ -46,6 +46,13 @@ class SpeedGuard:
         # The first plain step and the first round of an answer may build graphs.
         self._skip_plain = self._skip_spec = True
 
+    @property
+    def measured_ratio(self) -> float | None:
+        """Speed of this answer's speculation against its plain steps; None where nothing was."""
+        if not self._plain_ms or not self._spec_rounds:
+            return None
+        return statistics.median(self._plain_ms) * self._spec_tokens / self._spec_ms
+
     def may_speculate(self) -> bool:
         """Whether the next round may draft."""
         return self.stopped is None and self._plain_due <= 0

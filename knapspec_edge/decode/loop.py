@@ -1,14 +1,12 @@
 """The draft-verify loop. Knows token ids and positions only: no text, no files, no policy.
 
 Four verbs: prefill, draft, verify, rewind. A round drafts a few tokens under the plan, drops all
-keys the draft wrote, runs the target once over the last token and the drafted ones, and accepts the
-longest prefix equal to the target's own picks plus the target's next one. So every emitted token is
-the target's pick, whatever the plan was.
+keys the draft wrote, runs the target once over the last token and the drafted ones (or as many of
+them as are worth it), and accepts the longest prefix equal to the target's own picks plus the
+target's next one. So every emitted token is the target's pick, whatever the plan was.
 
 One invariant holds at every yield, after every ending, and after every exception: the cache holds
 the prompt and all emitted tokens but the last.
-
-The round follows the KnapSpec reference's description (append a doubtful token first, then stop).
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..backend import Backend
 from ..errors import Interrupted
-from ..records import Draft, Pick, RoundTimes, Sampling, Stats, TokenEvent
-from .guard import SpeedGuard
+from ..records import Draft, Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
+from .policy import Policy
 from .rollback import rewind
 
 Clock = Callable[[], float]
@@ -35,19 +33,17 @@ class Loop:
         backend: Backend,
         *,
         sampling: Sampling,
-        draft: Draft | None,
+        policy: Policy,
         is_end: Callable[[int], bool],
         stats: Stats,
-        guard: SpeedGuard | None = None,
         watch: Watch | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.backend = backend
         self.sampling = sampling
-        self.plan_of_draft = draft
+        self.policy = policy
         self.is_end = is_end
         self.stats = stats
-        self.guard = guard
         self.watch = watch
         self.clock = clock
         self.emitted: list[int] = []
@@ -74,26 +70,25 @@ class Loop:
         self._kept = start + len(tokens)
         return pick
 
-    def draft(self, last: int, n_tokens: int) -> list[int]:
-        """Draft 1..n_tokens tokens after `last` under the plan.
+    def draft(self, last: int, plan: Plan, n_tokens: int) -> tuple[list[int], list[float]]:
+        """Draft up to n_tokens tokens after `last` under the plan, with their probabilities.
 
-        Stops after a token that is less probable than the threshold (that one is kept: the target
-        may still agree) and after an end token.
+        Stops where the policy says so, and after an end token.
         """
-        draft = self.plan_of_draft
-        assert draft is not None
         drafted: list[int] = []
+        confidences: list[float] = []
         started = self.clock()
         try:
-            while len(drafted) < n_tokens:
-                pick = self.backend.decode(last, self.sampling, draft.plan)
+            while len(drafted) < n_tokens and self.policy.go_on(confidences):
+                pick = self.backend.decode(last, self.sampling, plan)
                 last = pick.token
                 drafted.append(last)
-                if pick.probability < draft.min_probability or self.is_end(last):
+                confidences.append(pick.probability)
+                if self.is_end(last):
                     break
         finally:
             self.stats.draft_ms += 1000.0 * (self.clock() - started)
-        return drafted
+        return drafted, confidences
 
     def verify(self, last: int, drafted: Sequence[int]) -> list[Pick]:
         """The target's picks after `last` and after each drafted token, in one pass."""
@@ -125,6 +120,7 @@ class Loop:
                 position = self._kept  # of the last emitted token, which is not in the cache yet
                 started = self.clock()
                 try:
+                    self._spare(position)
                     picks = self._round(self.emitted[-1], limit - len(self.emitted))
                 finally:
                     stats.predicted_ms += 1000.0 * (self.clock() - started)
@@ -135,6 +131,13 @@ class Loop:
             raise
         finally:
             rewind(backend, min(self._kept, backend.n_past))
+
+    def _spare(self, position: int) -> None:
+        started = self.clock()
+        try:
+            self.policy.spare(self.emitted, position)
+        finally:
+            self.stats.plan_ms += 1000.0 * (self.clock() - started)
 
     def _finished(self, limit: int) -> bool:
         # The end token wins over the limit where one token is both.
@@ -149,11 +152,17 @@ class Loop:
         stats, backend = self.stats, self.backend
         started = self.clock()
         draft_ms, verify_ms = stats.draft_ms, stats.verify_ms
-        n_draft = self._draft_length(left)
         drafted: list[int] = []
-        if n_draft:
-            drafted = self.draft(last, n_draft)
-            rewind(backend, self._kept)
+        confidences: list[float] = []
+        draft, n_draft = self._draft_length(left)
+        if draft is not None and n_draft:
+            drafted, confidences = self.draft(last, draft.plan, n_draft)
+            if drafted:
+                stats.latest_draft = draft
+                rewind(backend, self._kept)
+        n_drafted = len(drafted)
+        if n_drafted:
+            del drafted[self.policy.keep(confidences) :]
         picks = self.verify(last, drafted)
 
         accepted = 0
@@ -170,48 +179,51 @@ class Loop:
         stats.rounds += 1
         stats.target_n += 1
         stats.cut_n = len(picks)
-        if drafted:
-            self._count_draft(len(drafted), accepted)
+        if n_drafted:
+            self._count_draft(n_drafted, len(drafted), accepted)
         # Everything verified is the target's work and stays valid until here: cut once, if at all.
         if drafted:
             rewind(backend, self._kept + len(shown))
-        if self.guard is not None and self.plan_of_draft is not None:
-            elapsed_ms = 1000.0 * (self.clock() - started)
-            self.guard.observe(elapsed_ms, len(picks), speculated=bool(drafted))
-            stats.speculation_stopped = self.guard.stopped
+        times = RoundTimes(
+            self._kept,
+            n_drafted,
+            stats.draft_ms - draft_ms,
+            stats.verify_ms - verify_ms,
+            len(drafted),
+            accepted,
+            tuple(confidences),
+            len(picks),
+            1000.0 * (self.clock() - started),
+        )
+        self.policy.observe(times)
+        stats.speculation_stopped = self.policy.stopped
         if self.watch is not None:
-            self.watch(
-                RoundTimes(
-                    self._kept,
-                    len(drafted),
-                    stats.draft_ms - draft_ms,
-                    stats.verify_ms - verify_ms,
-                )
-            )
+            self.watch(times)
         return shown
 
-    def _draft_length(self, left: int) -> int:
-        """Tokens to draft now; 0 means a plain step.
+    def _draft_length(self, left: int) -> tuple[Draft | None, int]:
+        """How the next round drafts, and how many tokens at most; 0 means a plain step.
 
         A round emits up to one token more than it drafts, so `left` (which the context bounds too)
         allows left - 1; verification takes the last token along.
         """
-        draft = self.plan_of_draft
-        if draft is None or (self.guard is not None and not self.guard.may_speculate()):
-            return 0
+        draft = self.policy.draft(self._kept)
+        if draft is None:
+            return None, 0
         backend = self.backend
         positions = backend.n_ctx - backend.n_past
-        return max(0, min(draft.max_tokens, left - 1, positions - 1, backend.max_verify_tokens - 1))
+        most = min(draft.max_tokens, left - 1, positions - 1, backend.max_verify_tokens - 1)
+        return draft, max(0, most)
 
-    def _count_draft(self, drafted: int, accepted: int) -> None:
+    def _count_draft(self, drafted: int, verified: int, accepted: int) -> None:
         stats = self.stats
         stats.draft_n += drafted
         stats.draft_n_accepted += accepted
         stats.accepted_lengths[accepted] = stats.accepted_lengths.get(accepted, 0) + 1
-        while len(stats.tried_at) < drafted:
+        while len(stats.tried_at) < verified:
             stats.tried_at.append(0)
             stats.accepted_at.append(0)
-        for i in range(min(accepted + 1, drafted)):
+        for i in range(min(accepted + 1, verified)):
             stats.tried_at[i] += 1
         for i in range(accepted):
             stats.accepted_at[i] += 1

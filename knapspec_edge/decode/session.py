@@ -16,6 +16,7 @@ from ..errors import ContextError, PlanError, RollbackError, UsageError
 from ..records import Draft, Sampling, Stats, TokenEvent
 from .guard import SpeedGuard
 from .loop import Clock, Loop, Progress, Watch
+from .policy import FixedPolicy, Policy
 from .rollback import rewind
 
 
@@ -109,6 +110,7 @@ class Session:
         max_tokens: int | None = None,
         is_end: Callable[[int], bool] | None = None,
         progress: Progress | None = None,
+        policy: Policy | None = None,
         guard: SpeedGuard | None = None,
         watch: Callable[[Stats], Watch | None] | None = None,
         reuse: bool = True,
@@ -117,7 +119,8 @@ class Session:
 
         `draft` None (or with max_tokens 0) is plain decoding without any draft work. `max_tokens`
         None means up to the end of the context; prompt and answer together never exceed n_ctx
-        tokens. `guard` is for auto mode: it may go on plainly in the middle. `reuse` False computes
+        tokens. `policy` decides by itself round by round, in place of `draft`. `guard` may give the
+        draft up and go on plainly in the middle. `reuse` False computes
         the prompt from its first token, so that batch shapes do not depend on what came before.
         `watch(stats)` gives what sees the times of every round. `progress(done, total)` counts the
         prompt tokens that had to be computed.
@@ -131,7 +134,8 @@ class Session:
         room = self._backend.n_ctx - len(prompt)
         limit = room if max_tokens is None else min(max_tokens, room)
         stats = Stats(prompt_tokens=len(prompt))
-        loop_draft = draft if draft is not None and draft.max_tokens > 0 else None
+        if policy is None:
+            policy = FixedPolicy(draft, guard)
         events = self._run(
             prompt,
             limit,
@@ -139,9 +143,8 @@ class Session:
             reuse,
             progress,
             sampling=sampling or Sampling(),
-            draft=loop_draft,
+            policy=policy,
             is_end=is_end or self._backend.is_end,
-            guard=guard,
             watch=None if watch is None else watch(stats),
         )
         generation = Generation(
@@ -178,9 +181,8 @@ class Session:
         progress: Progress | None,
         *,
         sampling: Sampling,
-        draft: Draft | None,
+        policy: Policy,
         is_end: Callable[[int], bool],
-        guard: SpeedGuard | None,
         watch: Watch | None,
     ) -> Iterator[TokenEvent]:
         backend = self._backend
@@ -190,15 +192,13 @@ class Session:
             self._recover()
             raise
         stats.cached_tokens = cached
-        if guard is not None:
-            guard.begin()
+        policy.begin(sampling)
         loop = Loop(
             backend,
             sampling=sampling,
-            draft=draft,
+            policy=policy,
             is_end=is_end,
             stats=stats,
-            guard=guard,
             watch=watch,
             clock=self._clock,
         )

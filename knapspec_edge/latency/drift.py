@@ -46,17 +46,19 @@ class DriftTracker:
     def observe(self, times: RoundTimes, plan: Plan | None) -> None:
         """One round. Beyond the widths and contexts that were measured, a difference would be the
         model's, not the machine's: nothing is counted there."""
-        width = times.drafted + 1
+        width = times.width
         longest = self._costs.profile.limit_tokens
         if width > self._costs.max_width or times.context_tokens > longest:
             return
         self._rounds += 1
-        if times.drafted == 0:
-            self._add("step", times.verify_ms, self._costs.step_ms(times.context_tokens))
-            return
-        verify_ms = self._costs.verify_ms(times.context_tokens, width)
-        self._add("verify", times.verify_ms, verify_ms)
-        if plan is not None:
+        if width == 1:
+            # right after a draft it may have to change the graph, which no plain step does
+            if times.drafted == 0:
+                self._add("step", times.verify_ms, self._costs.step_ms(times.context_tokens))
+        else:
+            verify_ms = self._costs.verify_ms(times.context_tokens, width)
+            self._add("verify", times.verify_ms, verify_ms)
+        if plan is not None and times.drafted > 0:
             middle = times.context_tokens + times.drafted // 2
             draft_ms = self._costs.draft_ms(plan, middle)
             self._add("draft", times.draft_ms / times.drafted, draft_ms)

@@ -103,6 +103,28 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         _i32,
         [_p, _i32s, _i32, _i32s, _i32s, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
     ),
+    # int32_t knapspec_n_hidden(struct llama_context * ctx);
+    "knapspec_n_hidden": (_i32, [_p]),
+    # int32_t knapspec_capture(struct llama_context * ctx, bool enable);
+    "knapspec_capture": (_i32, [_p, ctypes.c_bool]),
+    # int32_t knapspec_captured(struct llama_context * ctx, float * out, int32_t n_tokens);
+    "knapspec_captured": (_i32, [_p, _f32s, _i32]),
+    # const char * knapspec_branch_refusal(struct llama_context * ctx);
+    "knapspec_branch_refusal": (ctypes.c_char_p, [_p]),
+    # int32_t knapspec_branch_begin(struct llama_context * ctx, llama_pos start,
+    #     const llama_token * tokens, int32_t n_tokens, int32_t n_branches);
+    "knapspec_branch_begin": (_i32, [_p, _i32, _i32s, _i32, _i32]),
+    # int32_t knapspec_branch_embed(struct llama_context * ctx, int32_t last,
+    #     float * states_out);
+    "knapspec_branch_embed": (_i32, [_p, _i32, _f32s]),
+    # int32_t knapspec_branch_apply(struct llama_context * ctx, int32_t sublayer,
+    #     int32_t n_branches, const float * states, float * states_out);
+    "knapspec_branch_apply": (_i32, [_p, _i32, _i32, _f32s, _f32s]),
+    # int32_t knapspec_branch_head(struct llama_context * ctx, int32_t n_branches,
+    #     const float * states, llama_token * tokens_out, float * probs_out);
+    "knapspec_branch_head": (_i32, [_p, _i32, _f32s, _i32s, _f32s]),
+    # void knapspec_branch_end(struct llama_context * ctx);
+    "knapspec_branch_end": (None, [_p]),
     # int32_t knapspec_fill(struct llama_context * ctx, int32_t n_tokens, llama_pos pos);
     "knapspec_fill": (_i32, [_p, _i32, _i32]),
     # int32_t knapspec_pick(const float * logits, int32_t n_vocab,

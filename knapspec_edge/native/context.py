@@ -66,6 +66,66 @@ def kv_bytes_per_token(metadata: Mapping[str, str], architecture: str, kv_type: 
     return _CELL_BYTES + layers * kv_heads * (keys + values) * _KV_BLOCK_BYTES[kv_type] // 32
 
 
+def _floats(array: NDArray[np.float32]) -> Any:
+    """`float *` to the first element of a contiguous array."""
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+
+
+class LlamaBranches:
+    """Implements `knapspec_edge.backend.Branches` while its context manager is open."""
+
+    def __init__(self, backend: LlamaBackend, n_tokens: int) -> None:
+        self._backend = backend
+        self._n_tokens = n_tokens
+
+    def embed(self, last: int) -> NDArray[np.float32]:
+        backend = self._backend
+        states = np.empty((self._n_tokens, backend._n_hidden), dtype=np.float32)
+        if not 0 <= last < len(backend.sublayers):
+            raise ValueError(f"sublayer {last} is outside 0..{len(backend.sublayers) - 1}")
+        self._call("knapspec_branch_embed", last, _floats(states))
+        return states
+
+    def apply(self, sublayer: int, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        backend = self._backend
+        n = len(backend.sublayers)
+        if not 0 <= sublayer < n:
+            raise ValueError(f"sublayer {sublayer} is outside 0..{n - 1}")
+        if backend.sublayers[sublayer].layer == backend.sublayers[0].layer:
+            raise PlanError(f"{backend.sublayers[sublayer]} belongs to the first layer")
+        given = self._checked(states)
+        result = np.empty_like(given)
+        self._call("knapspec_branch_apply", sublayer, len(given), _floats(given), _floats(result))
+        return result
+
+    def head(self, states: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        given = self._checked(states)
+        tokens = np.empty(given.shape[:2], dtype=np.int32)
+        probabilities = np.empty(given.shape[:2], dtype=np.float32)
+        self._call(
+            "knapspec_branch_head",
+            len(given),
+            _floats(given),
+            tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            _floats(probabilities),
+        )
+        return tokens, probabilities
+
+    def _checked(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        wanted = (self._n_tokens, self._backend._n_hidden)
+        if states.ndim != 3 or states.shape[1:] != wanted or not len(states):
+            raise ValueError(f"states have the shape (branches, {wanted[0]}, {wanted[1]})")
+        return np.ascontiguousarray(states, dtype=np.float32)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        backend = self._backend
+        if not backend._branching:
+            raise ValueError("the branches are closed")
+        code = getattr(backend._lib, name)(backend.pointer, *arguments)
+        if code:
+            backend._raise(code, self._n_tokens, backend.n_past)
+
+
 class LlamaBackend(Closing):
     """Implements `knapspec_edge.backend.Backend`. For one thread at a time.
 
@@ -105,6 +165,7 @@ class LlamaBackend(Closing):
         self._llama = library.load()
         self._lib = self._llama._lib
         self._pointer: Any = None
+        self._branching = False  # inside `branches`
         # Held while native code works on the context. Reentrant, because a signal handler runs in
         # the middle of whatever its thread was doing.
         self._computing = threading.RLock()
@@ -137,6 +198,7 @@ class LlamaBackend(Closing):
         parameters.swa_full = False
         self._max_rows = parameters.n_outputs_max
         self._max_beside = min(beside_tokens, self._max_rows)
+        self._unified = beside_tokens > 0
         # llama.cpp fills the cache while it allocates it: a size that cannot be had takes a minute
         # and everybody else's memory before it fails.
         total_bytes = sum(d["total_bytes"] for d in library.devices())
@@ -192,28 +254,37 @@ class LlamaBackend(Closing):
         }
 
     def _read_sublayers(self) -> None:
-        model = self.model
         self._sublayers: tuple[SubLayer, ...] = ()
         self._traits: tuple[Traits, ...] = ()
-        self._refusal: str | None = None
+        self._n_hidden = 0  # width of the residual stream
+        self._refusal = self._branch_refusal = self._find_refusal()
+        if not self._sublayers:
+            return
+        self._n_hidden = int(self._lib.knapspec_n_hidden(self._pointer))
+        if self._refusal is None:
+            if not self._unified:
+                self._branch_refusal = "the context has no cells beside the text"
+            elif reason := self._lib.knapspec_branch_refusal(self._pointer).decode():
+                self._branch_refusal = f"architecture {self.model.architecture}: {reason}"
+
+    def _find_refusal(self) -> str | None:
+        model = self.model
         name = model.architecture
         if not self._memory or not model.has_decoder:
-            self._refusal = f"architecture {name} does not generate text token by token"
-            return
+            return f"architecture {name} does not generate text token by token"
         if model.is_diffusion:
-            self._refusal = f"architecture {name} does not generate text from left to right"
-            return
+            return f"architecture {name} does not generate text from left to right"
         try:
             self._sublayers = plans.read_sublayers(self._lib, self._pointer)
             self._traits = plans.read_traits(self._lib, self._pointer, len(self._sublayers))
         except PlanError as error:
-            self._refusal = f"the sublayers of architecture {name} are not recognised ({error})"
-            return
+            return f"the sublayers of architecture {name} are not recognised ({error})"
         if model.is_recurrent:
-            self._refusal = (
+            return (
                 f"architecture {name} keeps a recurrent state, which cannot be cut back to the "
                 "accepted tokens"
             )
+        return None
 
     # lifetime
 
@@ -398,6 +469,33 @@ class LlamaBackend(Closing):
             probabilities[start:end] = self._probs_out[: len(part)]
         return picked, probabilities
 
+    def final_states(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        if self._refusal is not None:
+            raise PlanError(f"there are no states to compare: {self._refusal}")
+        n = len(tokens)
+        self._check_room(n)
+        states = np.empty((n, self.model.n_embd_out), dtype=np.float32)
+        picked = np.empty(n, dtype=np.int32)  # i32 [n]
+        with self._alone():
+            # llama.cpp's "embeddings" of a model that generates text are these states
+            self._llama.llama_set_embeddings(self._pointer, True)
+            try:
+                for start in range(0, n, self._max_rows):
+                    part = tokens[start : start + self._max_rows]
+                    end = start + len(part)
+                    self._evaluate_alone(part, len(part), GREEDY, plan)
+                    rows = self._llama.llama_get_embeddings(self._pointer)
+                    if not rows:
+                        raise NativeError("llama.cpp returns no states for this model")
+                    shape = (len(part), states.shape[1])
+                    states[start:end] = np.ctypeslib.as_array(rows, shape=shape)
+                    picked[start:end] = self._tokens_out[: len(part)]
+            finally:
+                self._llama.llama_set_embeddings(self._pointer, False)
+        return states, picked
+
     @property
     def max_beside_tokens(self) -> int:
         return self._max_beside if self._sublayers else 0
@@ -439,6 +537,62 @@ class LlamaBackend(Closing):
             probabilities = np.array(self._probs_out[:total], dtype=np.float32)
         ends = np.cumsum(lengths)[:-1]
         return list(zip(np.split(picks, ends), np.split(probabilities, ends), strict=True))
+
+    # hidden states
+
+    def hidden_states(self, tokens: Sequence[int], plan: Plan | None = None) -> NDArray[np.float32]:
+        n = len(tokens)
+        if not n:
+            raise ValueError("there is nothing to evaluate")
+        if not self._sublayers:
+            raise PlanError(f"no hidden states can be read: {self._refusal}")
+        self._check_room(n)
+        shape = (len(self._sublayers), n, self._n_hidden)
+        states = np.empty(shape, dtype=np.float32)  # f32 [sublayers, n, hidden]
+        with self._alone():
+            try:
+                self._lib.knapspec_capture(self.pointer, True)
+                for start in range(0, n, self._max_rows):
+                    part = tokens[start : start + self._max_rows]
+                    self._evaluate(part, len(part), GREEDY, plan)
+                    taken = np.empty((shape[0], len(part), shape[2]), dtype=np.float32)
+                    if self._lib.knapspec_captured(self.pointer, _floats(taken), len(part)):
+                        raise NativeError(bindings.last_error(self._lib) or "no states were kept")
+                    states[:, start : start + len(part)] = taken
+            finally:
+                self._lib.knapspec_capture(self.pointer, False)
+        return states
+
+    @property
+    def branch_refusal(self) -> str | None:
+        return self._branch_refusal
+
+    @contextlib.contextmanager
+    def branches(
+        self, start: int, tokens: Sequence[int], n_branches: int
+    ) -> Iterator[LlamaBranches]:
+        n = len(tokens)
+        if self._branch_refusal is not None:
+            raise PlanError(f"no branches with this model: {self._branch_refusal}")
+        if not 1 <= n <= self._max_rows:
+            raise ValueError(f"a window has 1..{self._max_rows} tokens, not {n}")
+        if n_branches < 1:
+            raise ValueError(f"at least one branch is needed, not {n_branches}")
+        if not 0 <= start <= self._n_past or start + n > self._n_ctx:
+            raise ValueError(f"{n} tokens from {start} on do not lie in the context")
+        with self._alone():
+            code = self._lib.knapspec_branch_begin(
+                self.pointer, start, (ctypes.c_int32 * n)(*tokens), n, n_branches
+            )
+            if code:
+                self._raise(code, n, start)
+            self._branching = True
+            try:
+                yield LlamaBranches(self, n)
+            finally:
+                self._branching = False
+                if self._pointer:
+                    self._lib.knapspec_branch_end(self._pointer)
 
     def logits(self, row: int = -1) -> NDArray[np.float32]:
         index = row + self._last_rows if row < 0 else row
@@ -519,9 +673,11 @@ class LlamaBackend(Closing):
                 "another thread is computing with this model's context: let one finish before the "
                 "next begins, or open the model once per thread"
             )
-        if not self._pointer:
+        if not self._pointer or self._branching:
             self._computing.release()
-            raise ValueError("the context is closed")
+            raise ValueError(
+                "branches are open: close them first" if self._pointer else "the context is closed"
+            )
 
     def _check_room(self, n: int) -> None:
         if self._n_past + n > self._n_ctx:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
@@ -16,21 +17,24 @@ from .knapsack import Option, solve
 from .throughput import expected_tokens_geometric, loss, tokens_per_ms
 
 
-def candidate_plans(
+@dataclass(frozen=True)
+class Cut:
+    """The knapsack's plan for one saving: of all that save as much, the one whose single agreements
+    multiply to the most."""
+
+    plan: Plan
+    saving_units: int  # > 0
+    agreement: float  # that product
+
+
+def cuts(
     costs: Costs,
     fidelity: Fidelity,
     context_tokens: int,
     sublayers: tuple[SubLayer, ...],
     config: Config = DEFAULTS,
-) -> list[Plan]:
-    """The shortlist: plans worth measuring jointly, from the cheapest cut to the deepest.
-
-    For every saving the knapsack gives the plan whose single agreements multiply to the most. The
-    range of savings is divided into parts and each sends the plan with the best predicted
-    throughput, because the product of singles is a rough guide over long distances. Shallow parts
-    are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
-    models have their best plan.
-    """
+) -> list[Cut]:
+    """One for every saving that can be reached, ascending."""
     weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
     modes: list[tuple[Mode, ...]] = []
     items: list[tuple[Option, ...]] = []
@@ -43,19 +47,43 @@ def candidate_plans(
         else:
             modes.append((FULL,))
             items.append((Option(0, 0.0),))
-    solutions = [s for s in solve(items) if s.saving_units > 0]
-    if not solutions:
+    return [
+        Cut(
+            Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True))),
+            solution.saving_units,
+            math.exp(-solution.loss),
+        )
+        for solution in solve(items)
+        if solution.saving_units > 0
+    ]
+
+
+def candidate_plans(
+    costs: Costs,
+    fidelity: Fidelity,
+    context_tokens: int,
+    sublayers: tuple[SubLayer, ...],
+    config: Config = DEFAULTS,
+) -> list[Plan]:
+    """The shortlist: plans worth measuring jointly, from the cheapest cut to the deepest.
+
+    The range of savings is divided into parts and each sends the cut with the best predicted
+    throughput, because the product of singles is a rough guide over long distances. Shallow parts
+    are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
+    models have their best plan.
+    """
+    found = cuts(costs, fidelity, context_tokens, sublayers, config)
+    if not found:
         return []
     verify_ms = verification_ms(costs, context_tokens, config)
-    deepest = solutions[-1].saving_units
+    deepest = found[-1].saving_units
     best: dict[int, tuple[float, Plan]] = {}
-    for solution in solutions:
-        plan = Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True)))
-        draft_ms = costs.draft_ms(plan, context_tokens)
-        rate = geometric_rate(draft_ms, math.exp(-solution.loss), verify_ms)
-        part = math.isqrt(config.plan_shortlist**2 * (solution.saving_units - 1) // deepest)
+    for cut in found:
+        draft_ms = costs.draft_ms(cut.plan, context_tokens)
+        rate = geometric_rate(draft_ms, cut.agreement, verify_ms)
+        part = math.isqrt(config.plan_shortlist**2 * (cut.saving_units - 1) // deepest)
         if part not in best or rate > best[part][0]:
-            best[part] = (rate, plan)
+            best[part] = (rate, cut.plan)
     return [plan for _, (_, plan) in sorted(best.items())]
 
 

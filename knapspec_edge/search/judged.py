@@ -28,6 +28,7 @@ class Alternative:
     drafted_per_round: float  # below draft.max_tokens where drafts stop early
     predicted_ratio: float  # speed relative to plain decoding
     timed: bool  # costs come from real rounds, not from the model
+    acceptance: tuple[float, ...] = ()  # p_1..p_γ, see throughput.Replay
 
 
 @dataclass(frozen=True)
@@ -103,4 +104,5 @@ def best_length(
         result.drafted_per_round,
         step_ms / result.ms_per_token,
         timing is not None,
+        result.acceptance,
     )

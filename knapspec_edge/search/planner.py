@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..backend import Backend
@@ -28,11 +28,13 @@ from ..records import Draft, Plan, SubLayer
 from .acceptance import Judgement
 from .judged import Alternative, Finalist, Measured, best_length
 from .measurement import measure_all
+from .plan_book import PlanBook
 from .plan_file import parse_mode
 from .throughput import Window
 
 # Grows when a stored measurement means something else than before.
 _MEASUREMENT = 3
+_BOOK = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,29 @@ class Decision:
     measured: Measured | None = None
     finalists: tuple[Finalist, ...] = ()  # what `alternatives` were computed from
     from_cache: bool = False  # nothing was measured now
+    disturbed: bool = False  # the machine was too busy for the figures to be believed
+
+
+def at_context(config: Config, context_tokens: int, budget_seconds: float | None = None) -> Config:
+    """The configuration that decides for exactly this context instead of the usual one.
+
+    Because it was asked for, a slow model's prompt is not shortened; the budget grows with it.
+    """
+    more = context_tokens / config.measure_budget_context_tokens
+    return replace(
+        config,
+        measure_context_tokens=context_tokens,
+        measure_min_context_tokens=context_tokens,
+        measure_limit_tokens=max(config.measure_limit_tokens, context_tokens),
+        measure_budget_seconds=budget_seconds or config.measure_budget_seconds * (1.0 + more),
+    )
+
+
+def room_tokens(context_tokens: int, config: Config = DEFAULTS, *, fresh: bool = False) -> int:
+    """Size of the context that deciding for so many tokens takes; with `fresh` that which also
+    lets finalists be judged on text of their own."""
+    behind = config.measure_window_tokens + 2
+    return context_tokens + behind + (config.plan_fresh_tokens if fresh else 0)
 
 
 def decide(
@@ -202,6 +227,7 @@ def choose(
         measured,
         tuple(finalists),
         from_cache,
+        noise is not None,
     )
 
 
@@ -275,3 +301,45 @@ def _from_json(data: dict[str, Any], n_sublayers: int) -> tuple[Text, Fidelity, 
         timing = entry["timing"]
         finalists.append(Finalist(judgement, None if timing is None else RoundTiming(**timing)))
     return text, fidelity, finalists
+
+
+def book_key(backend: Backend, model_key: kept.ModelKey) -> dict[str, Any]:
+    """What is learned about plans while decoding holds for the model and the type of its keys and
+    values; what they cost is asked of the profile each time."""
+    return {**kept.fidelity_key(backend, model_key), "fidelity": None, "plans": _BOOK}
+
+
+def open_book(
+    backend: Backend,
+    decision: Decision,
+    store: Store,
+    key: Mapping[str, Any],
+    config: Config = DEFAULTS,
+) -> PlanBook:
+    """What the decision was made from, and what was learned about plans earlier."""
+    measured = decision.measured
+    if measured is None:
+        raise ValueError("nothing was measured")
+    book = PlanBook(measured.costs, measured.fidelity, backend.sublayers, backend.n_ctx, config)
+    content = store.load(key)
+    if content is not None:
+        try:
+            book.read(content)
+        except INVALID:
+            store.ignore(key)
+    bucket = book.bucket(measured.context_tokens)
+    for finalist in decision.finalists:
+        plan = finalist.judgement.plan
+        if book.judgement(bucket, plan) is None:
+            book.add(bucket, finalist.judgement)
+        if finalist.timing is not None:
+            book.add_timing(plan, measured.context_tokens, finalist.timing)
+    book.changed = False  # kept with the decision already
+    book.solve_ahead()
+    return book
+
+
+def save_book(store: Store, key: Mapping[str, Any], book: PlanBook) -> None:
+    """Write it down. Other processes may have learned meanwhile: the latest one wins."""
+    store.save(key, book.to_json())
+    book.changed = False

@@ -1,3 +1,4 @@
+#include "knapspec-branch.h"
 #include "knapspec-context.h"
 
 #include "llama-batch.h"
@@ -71,6 +72,8 @@ void sigint_release() {
 
 } // namespace
 
+knapspec_context::knapspec_context(llama_context & ctx) : ctx(ctx) {}
+
 knapspec_context::~knapspec_context() {
     if (sigint_target.load() == this) {
         sigint_release();
@@ -115,6 +118,7 @@ std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32
     slot->plan      = plan;
     slot->n_tokens  = n_tokens;
     slot->n_outputs = n_outputs;
+    slot->capturing = capturing;
     slot->sched.reset(ggml_backend_sched_new(
             ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
             ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
@@ -123,7 +127,7 @@ std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32
 
 knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uint32_t n_outputs) {
     const auto serves = [&](const graph_slot & slot) {
-        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.plan == plan;
+        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.capturing == capturing && slot.plan == plan;
     };
     if (is_beside) {
         if (!aside || !serves(*aside)) {
@@ -155,7 +159,7 @@ void knapspec_context::before_graph(const llama_ubatch & ubatch) {
     // as before. Two plans that skip equally much break that trust, so a pruned graph always has a scheduler of its own.
     // Single steps of the full model stay with the context's own, so that plain decoding is upstream's in every respect,
     // as do prompts, parallel pipelines and samplers inside the graph.
-    const bool keep = !plan.empty() || is_beside || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
+    const bool keep = !plan.empty() || is_beside || capturing || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
                                         !ctx.cparams.pipeline_parallel && ctx.sampling.samplers.empty());
     if (keep) {
         graph_slot & slot = slot_for(ubatch.n_tokens, ctx.n_outputs);
@@ -173,7 +177,7 @@ void knapspec_context::before_graph(const llama_ubatch & ubatch) {
 }
 
 bool knapspec_context::after_build(llm_graph_result & res) {
-    if (!plan.empty()) {
+    if (!plan.empty() || capturing) {
         std::string reason;
         const auto items = knapspec_find_sublayers(res, reason);
         bool same = items.size() == found.size();
@@ -184,9 +188,23 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             LLAMA_LOG_ERROR("%s: the plan has %zu sublayers, this graph %zu %s\n", __func__, found.size(), items.size(), reason.c_str());
             return false;
         }
-        if (!knapspec_prune(res, items, plan, reason)) {
+        if (!plan.empty() && !knapspec_prune(res, items, plan, reason)) {
             LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
             return false;
+        }
+        if (capturing) {
+            auto & captured = current->captured;
+            captured.clear();
+            for (size_t i = 0; i < items.size(); ++i) {
+                const bool skipped = !plan.empty() && plan[i] == KNAPSPEC_MODE_SKIP;
+                // what stands for a skipped addition: the one before it, where nothing but rows lies in between
+                ggml_tensor * t = !skipped ? items[i].add : i > 0 ? captured[i - 1] : items[i].residual;
+                ggml_set_output(t);
+                if (t->view_src) {
+                    ggml_set_output(t->view_src);
+                }
+                captured.push_back(t);
+            }
         }
     }
     n_nodes = (current ? current : &own)->n_nodes = ggml_graph_n_nodes(res.get_gf());
@@ -229,6 +247,9 @@ void knapspec_context::analyse() {
         found.clear();
         found_traits.clear();
     }
+    if (found.empty()) {
+        why_no_branches = why_not.empty() ? "its sublayers are not recognised" : why_not;
+    }
 }
 
 void knapspec_context::before_split(const llm_graph_result & res) {
@@ -236,10 +257,13 @@ void knapspec_context::before_split(const llm_graph_result & res) {
         return;
     }
     n_learned_positions = knapspec_learned_positions(res);
-    for (const knapspec_item & item : knapspec_find_sublayers(res, why_not, true)) {
+    const auto items = knapspec_find_sublayers(res, why_not, true);
+    for (const knapspec_item & item : items) {
         found.push_back(item.info);
         found_traits.push_back(item.traits);
+        n_stream = item.add->ne[0];
     }
+    why_no_branches = find_branch_refusal(res, items);
 }
 
 const std::vector<knapspec_traits> & knapspec_context::traits() {
@@ -260,6 +284,52 @@ const std::vector<knapspec_sublayer_info> & knapspec_context::sublayers() {
 const std::string & knapspec_context::refusal() {
     analyse();
     return why_not;
+}
+
+const std::string & knapspec_context::branch_refusal() {
+    analyse();
+    return why_no_branches;
+}
+
+int32_t knapspec_context::n_hidden() {
+    analyse();
+    return n_stream;
+}
+
+knapspec_context::branching & knapspec_context::branches() {
+    if (!branched) {
+        branched = std::make_unique<branching>(*this);
+    }
+    return *branched;
+}
+
+int32_t knapspec_context::capture(bool enable) {
+    analyse();
+    if (enable && found.empty()) {
+        LLAMA_LOG_ERROR("%s: there are no sublayers to capture\n", __func__);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    capturing = enable;
+    return KNAPSPEC_OK;
+}
+
+int32_t knapspec_context::captured(float * out, int32_t n_tokens) {
+    const graph_slot * slot = current;
+    const int64_t size = (int64_t) n_stream*n_tokens;
+    bool valid = slot && slot->capturing && slot->captured.size() == found.size() && (int32_t) slot->n_tokens == n_tokens;
+    for (size_t i = 0; valid && i < slot->captured.size(); ++i) {
+        const ggml_tensor * t = slot->captured[i];
+        valid = t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && ggml_nelements(t) == size;
+    }
+    if (!valid) {
+        LLAMA_LOG_ERROR("%s: the latest pass kept no states of %d tokens\n", __func__, n_tokens);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    ctx.synchronize();
+    for (size_t i = 0; i < slot->captured.size(); ++i) {
+        ggml_backend_tensor_get(slot->captured[i], out + i*size, 0, size*sizeof(float));
+    }
+    return KNAPSPEC_OK;
 }
 
 int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
@@ -311,7 +381,7 @@ llama_batch knapspec_context::make_batch(const llama_token * tokens, int32_t n_t
 
 // What llama_context::decode does to the memory, without the passes in between.
 int32_t knapspec_context::fill(int32_t n_tokens, llama_pos pos) {
-    if (!ctx.memory || n_tokens < 0 || pos < 0) {
+    if (!ctx.memory || n_tokens < 0 || pos < 0 || (branched && branched->is_open())) {
         LLAMA_LOG_ERROR("%s: %d cells after position %d cannot be filled\n", __func__, n_tokens, pos);
         return KNAPSPEC_BAD_ARGUMENT;
     }
@@ -360,12 +430,20 @@ int32_t knapspec_context::eval(
     return pick(batch.pos + n_tokens - n_outputs, n_outputs, sampling, tokens_out, probs_out, margins_out);
 }
 
-// a pass of llama.cpp, interruptible
-int32_t knapspec_context::compute(const llama_batch_ext & batch) {
+void knapspec_context::watch_interrupt() {
     if (!callback_set) {
         callback_set = true;
         ctx.set_abort_callback([](void * data) { return ((knapspec_context *) data)->interrupted.load(); }, this);
     }
+}
+
+// a pass of llama.cpp, interruptible
+int32_t knapspec_context::compute(const llama_batch_ext & batch) {
+    if (branched && branched->is_open()) {
+        LLAMA_LOG_ERROR("%s: branches are open\n", __func__);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    watch_interrupt();
     // backends other than the CPU ignore the abort callback
     if (interrupted.load()) {
         return KNAPSPEC_ABORTED;
@@ -560,6 +638,14 @@ int32_t knapspec_learned_positions(llama_context * ctx) {
 
 int32_t knapspec_fill(llama_context * ctx, int32_t n_tokens, llama_pos pos) {
     return knapspec_context::of(ctx).fill(n_tokens, pos);
+}
+
+int32_t knapspec_capture(llama_context * ctx, bool enable) {
+    return knapspec_context::of(ctx).capture(enable);
+}
+
+int32_t knapspec_captured(llama_context * ctx, float * out, int32_t n_tokens) {
+    return knapspec_context::of(ctx).captured(out, n_tokens);
 }
 
 int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n) {

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,7 +20,7 @@ struct llama_context;
 
 class knapspec_context {
 public:
-    explicit knapspec_context(llama_context & ctx) : ctx(ctx) {}
+    explicit knapspec_context(llama_context & ctx);
     ~knapspec_context();
 
     // the state of a context, made on first use; a context that nobody asks for has none and takes upstream's path
@@ -76,6 +77,15 @@ public:
 
     int32_t fill(int32_t n_tokens, llama_pos pos);
 
+    // From now on passes keep the residual stream after every sublayer; `captured` copies that of the latest one.
+    int32_t capture(bool enable);
+    int32_t captured(float * out, int32_t n_tokens);
+    int32_t n_hidden();
+
+    class branching; // knapspec-branch.h
+    branching & branches();
+    const std::string & branch_refusal();
+
     void interrupt(bool value) { interrupted.store(value); }
 
     knapspec_graph_stats graph_stats() const;
@@ -90,7 +100,9 @@ private:
     std::vector<knapspec_sublayer_info> found;
     std::vector<knapspec_traits>        found_traits;
     int64_t                             n_learned_positions = 0;
+    int32_t                             n_stream = 0; // width of the residual stream
     std::string                         why_not;
+    std::string                         why_no_branches;
 
     // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has
     // swapped places with the context's own scheduler, which then lives in the slot.
@@ -98,6 +110,9 @@ private:
         std::vector<int32_t> plan;
         uint32_t             n_tokens  = 0;
         uint32_t             n_outputs = 0;
+        bool                 capturing = false;
+
+        std::vector<ggml_tensor *> captured; // one per sublayer
 
         uint64_t             last_used = 0;
         int64_t              n_nodes = 0;
@@ -123,6 +138,9 @@ private:
     std::atomic<bool> interrupted{ false };
     bool              callback_set = false;
     bool              is_beside    = false; // the pass that runs is one beside sequence 0
+    bool              capturing    = false;
+
+    std::unique_ptr<branching> branched;
 
     std::vector<llama_token>    batch_tokens; // of cells that are filled without computing
     std::vector<llama_pos>      batch_pos;
@@ -140,6 +158,9 @@ private:
     // sequence `branch` begins with the first `start` tokens of sequence 0; false if they are no longer there
     bool fork(llama_seq_id branch, llama_pos start);
 
+    std::string find_branch_refusal(const llm_graph_result & res, const std::vector<knapspec_item> & items) const;
+
+    void    watch_interrupt();
     int32_t compute(const llama_batch_ext & batch);
     int32_t pick(
             const llama_pos         * positions,

@@ -57,6 +57,17 @@ std::vector<ggml_tensor *> find_writes(const std::vector<ggml_tensor *> & nodes)
     return writes;
 }
 
+// the same values in another arrangement: selected rows, reshaped, copied
+const ggml_tensor * strip(const ggml_tensor * t) {
+    while (t->src[0] && t->src[0]->op != GGML_OP_NONE &&
+           (t->op == GGML_OP_GET_ROWS || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW ||
+            t->op == GGML_OP_CONT     || t->op == GGML_OP_CPY     || t->op == GGML_OP_PERMUTE ||
+            t->op == GGML_OP_TRANSPOSE)) {
+        t = t->src[0];
+    }
+    return t;
+}
+
 std::vector<ggml_tensor *> nodes_of(ggml_cgraph * gf) {
     std::vector<ggml_tensor *> nodes(ggml_graph_n_nodes(gf));
     for (size_t i = 0; i < nodes.size(); ++i) {
@@ -102,17 +113,6 @@ private:
             dynamic = t->src[k] && is_dynamic(t->src[k]);
         }
         return dynamic_memo[t] = dynamic;
-    }
-
-    // the same values in another arrangement: selected rows, reshaped, copied
-    static const ggml_tensor * strip(const ggml_tensor * t) {
-        while (t->src[0] && t->src[0]->op != GGML_OP_NONE &&
-               (t->op == GGML_OP_GET_ROWS || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_VIEW ||
-                t->op == GGML_OP_CONT     || t->op == GGML_OP_CPY     || t->op == GGML_OP_PERMUTE ||
-                t->op == GGML_OP_TRANSPOSE)) {
-            t = t->src[0];
-        }
-        return t;
     }
 
     struct cone {
@@ -582,4 +582,113 @@ bool knapspec_prune(
         }
     }
     return true;
+}
+
+std::vector<ggml_tensor *> knapspec_part(
+        const llm_graph_result           & res,
+        const std::vector<knapspec_item> & items,
+        size_t                             first,
+        size_t                             last,
+        std::string                      & reason) {
+    const size_t n = items.size();
+    const auto name_of = [&](size_t i) {
+        static const char * kinds[] = { "attention", "mlp", "block", "recurrent" };
+        return i >= n ? std::string("the head") : std::string(kinds[items[i].info.kind]) + " " + std::to_string(items[i].info.layer);
+    };
+    const ggml_tensor * from = first > 0 ? items[first - 1].add : nullptr;
+    ggml_tensor       * to   = last < n ? items[last].add : res.t_logits;
+    if (!to) {
+        reason = "the graph has no logits";
+        return {};
+    }
+    if (from && (from->type != GGML_TYPE_F32 || from->view_src || !ggml_is_contiguous(from))) {
+        reason = "the stream before " + name_of(first) + " is not an F32 tensor of its own";
+        return {};
+    }
+    if (from && first == last && first < n) {
+        if (strip(items[first].residual) != from) {
+            reason = "something stands between " + name_of(first - 1) + " and " + name_of(first);
+            return {};
+        }
+        if (!ggml_are_same_shape(from, to)) {
+            // one row per token on either side, or one per output
+            if (from->ne[0] != to->ne[0]) {
+                reason = name_of(first) + " changes the width of the stream";
+                return {};
+            }
+        }
+    }
+    tensor_set others; // additions that a part which starts from one of them may not reach
+    if (from) {
+        for (const knapspec_item & item : items) {
+            if (item.add != from && item.add != to) {
+                others.insert(item.add);
+            }
+        }
+    }
+
+    const std::vector<ggml_tensor *> nodes  = nodes_of(res.gf);
+    const std::vector<ggml_tensor *> writes = find_writes(nodes);
+
+    tensor_set keep;
+    tensor_set caches; // read or written
+    const auto need = [&](ggml_tensor * output) {
+        std::vector<ggml_tensor *> stack = { output };
+        while (!stack.empty()) {
+            ggml_tensor * t = stack.back();
+            stack.pop_back();
+            if (!t || t == from || !keep.insert(t).second) {
+                continue;
+            }
+            if (others.count(t)) {
+                reason = name_of(last) + " reads more than the stream before it";
+                return false;
+            }
+            if (is_state_cache(t)) {
+                reason = name_of(last) + " keeps a recurrent state";
+                return false;
+            }
+            if (t->op == GGML_OP_NONE && is_kv_cache(t)) {
+                caches.insert(t);
+            }
+            for (int k = 0; k < GGML_MAX_SRC; ++k) {
+                stack.push_back(t->src[k]);
+            }
+            stack.push_back(t->view_src);
+        }
+        return true;
+    };
+    if (!need(to)) {
+        return {};
+    }
+    tensor_set written;
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (ggml_tensor * t : writes) {
+            if (caches.count(root_of(t)) && !keep.count(t)) {
+                if (!need(t)) {
+                    reason = name_of(last) + " reads keys that another sublayer writes";
+                    return {};
+                }
+                changed = true;
+            }
+            if (keep.count(t)) {
+                written.insert(root_of(t));
+            }
+        }
+    }
+    for (const ggml_tensor * cache : caches) {
+        if (!written.count(cache)) {
+            reason = name_of(last) + " reads keys that it does not write";
+            return {};
+        }
+    }
+
+    std::vector<ggml_tensor *> part;
+    for (ggml_tensor * t : nodes) {
+        if (keep.count(t)) {
+            part.push_back(t);
+        }
+    }
+    return part;
 }

@@ -41,3 +41,13 @@ bool knapspec_prune(
         const std::vector<knapspec_item> & items,
         const std::vector<int32_t>       & modes,
         std::string                      & reason);
+
+// The nodes, in graph order, that compute the stream after sublayer `last` from the stream before sublayer `first`, with the
+// cache writes that they depend on. first = 0: from the tokens; first = last = the number of sublayers: the logits. Empty, with
+// a reason, if anything else of the network would be needed, or if a skip of the sublayer would leave anything behind.
+std::vector<ggml_tensor *> knapspec_part(
+        const llm_graph_result           & res,
+        const std::vector<knapspec_item> & items,
+        size_t                             first,
+        size_t                             last,
+        std::string                      & reason);

@@ -116,6 +116,45 @@ LLAMA_API int32_t knapspec_beside(
         float                          * probs_out,
         float                          * margins_out);
 
+// Hidden states. n_hidden is the width of the residual stream. While capturing, every pass keeps the stream after each sublayer
+// (after a skipped one: what stood before it), and knapspec_captured copies that of the latest pass into
+// out[sublayer][token][hidden]. It returns KNAPSPEC_BAD_ARGUMENT unless the pass had n_tokens tokens, all of them with logits.
+LLAMA_API int32_t knapspec_n_hidden(struct llama_context * ctx);
+LLAMA_API int32_t knapspec_capture (struct llama_context * ctx, bool enable);
+LLAMA_API int32_t knapspec_captured(struct llama_context * ctx, float * out, int32_t n_tokens);
+
+// Branches: single sublayers applied to given states of many candidate networks at once. A branch sees the first `start`
+// tokens of sequence 0 and, causally, its own window of n_tokens tokens behind them; branches see nothing of each other.
+// Between begin and end no other pass can be computed; after end sequence 0 is as it was before, bit for bit. The context
+// needs kv_unified and free cells for at least one window; branches that do not fit are computed in turns.
+// States are [branch][token][hidden]. All return as knapspec_eval does; begin returns KNAPSPEC_NO_SLOT where there are no
+// cells or a sliding-window cache no longer holds the tokens before the window.
+// knapspec_branch_refusal: why the sublayers behind the first layer cannot be computed by themselves; empty if they can.
+LLAMA_API const char * knapspec_branch_refusal(struct llama_context * ctx);
+LLAMA_API int32_t      knapspec_branch_begin  (
+        struct llama_context * ctx,
+        llama_pos              start,
+        const llama_token    * tokens,
+        int32_t                n_tokens,
+        int32_t                n_branches);
+// The states of one branch, the full model, after sublayer `last`.
+LLAMA_API int32_t      knapspec_branch_embed  (struct llama_context * ctx, int32_t last, float * states_out);
+// Sublayer 1 or higher; states_out may be states.
+LLAMA_API int32_t      knapspec_branch_apply  (
+        struct llama_context * ctx,
+        int32_t                sublayer,
+        int32_t                n_branches,
+        const float          * states,
+        float                * states_out);
+// Final norm and head: the most probable token and its probability, [branch][token].
+LLAMA_API int32_t      knapspec_branch_head   (
+        struct llama_context * ctx,
+        int32_t                n_branches,
+        const float          * states,
+        llama_token          * tokens_out,
+        float                * probs_out);
+LLAMA_API void         knapspec_branch_end    (struct llama_context * ctx);
+
 // Mark the cells of positions pos .. pos+n_tokens-1 of sequence 0 as filled without computing them: what they hold is
 // undefined. For timing passes at a long context; clear the memory before anything else is computed. Returns as
 // llama_decode does.

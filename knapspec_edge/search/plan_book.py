@@ -1,0 +1,384 @@
+"""What is known about the draft plans of one model in one setting, by bucket of context length.
+
+Costs come from the profile, acceptance from judged text. From both follows what a plan would be
+worth now; nothing here computes with the model.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import DEFAULTS, Config
+from ..latency.costs import Costs
+from ..latency.drift import NO_CORRECTION, Correction
+from ..latency.fidelity import Fidelity
+from ..latency.rounds import RoundTiming
+from ..records import FULL, SKIP, Plan, SubLayer
+from .acceptance import Judgement
+from .buckets import bucket_of, context_of
+from .candidates import candidate_plans, draft_lengths
+from .draft_length import Calibration, ValueRule
+from .throughput import Replay, Window, expected_tokens_geometric, loss, replay, tokens_per_ms
+
+# Rounds of replay after which the price of time has settled.
+_RATE_ROUNDS = 3
+# Standard normal quantile of the bounds of an acceptance.
+_QUANTILE = 1.64
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What passes cost at one context, in ms, corrected for what recent rounds took."""
+
+    step_ms: float
+    draft_ms: float
+    verify_ms: tuple[float, ...]  # [j]: verifying j drafted tokens; [0] is a plain step
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one plan would be worth at one context."""
+
+    plan: Plan
+    context_tokens: int
+    prices: Prices
+    rate: float  # tokens per ms, with the draft length chosen by value
+    ratio: float  # of that to plain decoding
+    optimistic: float  # the same ratio if acceptance were at its upper bound
+    acceptance: float  # of a place, all before it accepted
+    places: int  # judged, at this bucket
+    replay: Replay | None  # None: nothing judged, from single sublayers only
+    calibration: Calibration
+
+    def rule(self, calibration: Calibration, *, forced: bool) -> ValueRule:
+        """How far to draft with this plan. Forced: time is worth what this plan yields, and at
+        least one token is drafted; else at least what plain decoding yields."""
+        rate = self.rate if forced else max(self.rate, 1.0 / self.prices.step_ms)
+        verify_ms = self.prices.verify_ms
+        return ValueRule(calibration, self.prices.draft_ms, verify_ms, rate, least=int(forced))
+
+
+def upper_bound(agreed: float, total: float) -> float:
+    """Wilson's upper bound of a share, for `_QUANTILE` standard errors."""
+    if total <= 0.0:
+        return 1.0
+    z2 = _QUANTILE**2
+    p = agreed / total
+    root = math.sqrt(p * (1.0 - p) / total + z2 / (4.0 * total**2))
+    return min(1.0, (p + z2 / (2.0 * total) + _QUANTILE * root) / (1.0 + z2 / total))
+
+
+class PlanBook:
+    """Judgements by bucket and plan, and what follows from them. Not thread-safe."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        fidelity: Fidelity,
+        sublayers: tuple[SubLayer, ...],
+        n_ctx: int,
+        config: Config = DEFAULTS,
+    ) -> None:
+        self.costs = costs
+        self.fidelity = fidelity
+        self.sublayers = sublayers
+        self.n_ctx = n_ctx
+        self.config = config
+        self.changed = False  # since it was read or written
+        self._judged: dict[int, dict[Plan, Judgement]] = {}
+        self._shortlists: dict[int, tuple[Plan, ...]] = {}
+        # logs of measured over predicted times of real rounds
+        self._draft_logs: list[float] = []
+        self._verify_logs: list[float] = []
+        self._version = 0
+        self._estimates: dict[tuple[object, ...], Estimate] = {}
+
+    # -- what was learned --------------------------------------------------------------------------
+
+    def bucket(self, context_tokens: int) -> int:
+        return bucket_of(context_tokens, self.config.bucket_first_tokens)
+
+    def context(self, bucket: int) -> int:
+        return context_of(bucket, self.config.bucket_first_tokens, self.n_ctx)
+
+    def add(self, bucket: int, judgement: Judgement) -> None:
+        """What a plan did on some text at a context of this bucket."""
+        plans = self._judged.setdefault(bucket, {})
+        known = plans.get(judgement.plan)
+        if known is not None:
+            judgement = known.plus(judgement, self.config.plan_kept_places)
+        plans[judgement.plan] = judgement
+        self._touch()
+
+    def forget(self, bucket: int, plan: Plan, places: int) -> None:
+        """Keep only the latest `places` of what is known about a plan: the text has changed."""
+        known = self._judged.get(bucket, {}).get(plan)
+        if known is not None:
+            self._judged[bucket][plan] = known.plus(Judgement(plan, ()), places)
+            self._touch()
+
+    def add_timing(self, plan: Plan, context_tokens: int, timing: RoundTiming) -> None:
+        """Real rounds: the cost model keeps its shape and takes their height."""
+        draft_ms = self.costs.draft_ms(plan, context_tokens) / self.costs.step_ms(context_tokens)
+        width = timing.draft_tokens + 1
+        verify_ms = self.costs.verify_ms(context_tokens, width) / self.costs.step_ms(context_tokens)
+        plain_ms = timing.plain_step_ms
+        if min(draft_ms, verify_ms, plain_ms, timing.draft_step_ms, timing.verify_ms) > 0.0:
+            self._draft_logs.append(math.log(timing.draft_step_ms / plain_ms / draft_ms))
+            self._verify_logs.append(math.log(timing.verify_ms / plain_ms / verify_ms))
+            self._estimates.clear()
+
+    def _touch(self) -> None:
+        self.changed = True
+        self._version += 1
+
+    def judgement(self, bucket: int, plan: Plan) -> Judgement | None:
+        return self._judged.get(bucket, {}).get(plan)
+
+    def plans(self, bucket: int) -> tuple[Plan, ...]:
+        """The candidates of a bucket: the knapsack's, solved when first asked for, and whatever
+        was judged there or, where nothing was, in the nearest bucket."""
+        self._solve(bucket)
+        near = self._nearest(bucket)
+        known = () if near is None else tuple(self._judged[near])
+        return tuple(dict.fromkeys((*known, *self._shortlists[bucket])))
+
+    def solve_ahead(self) -> None:
+        """Find the candidates of all buckets, so that entering one takes no time."""
+        for bucket in range(self.bucket(self.n_ctx) + 1):
+            self._solve(bucket)
+
+    def _solve(self, bucket: int) -> None:
+        if bucket not in self._shortlists:
+            context = self.context(bucket)
+            self._shortlists[bucket] = tuple(
+                candidate_plans(self.costs, self.fidelity, context, self.sublayers, self.config)
+            )
+            self.changed = True
+
+    def propose(self, bucket: int, plans: Iterable[Plan]) -> None:
+        """Candidates of another generator, or those that were solved for earlier."""
+        known = self._shortlists.get(bucket, ())
+        self._shortlists[bucket] = tuple(dict.fromkeys((*known, *plans)))
+
+    def _nearest(self, bucket: int, plan: Plan | None = None) -> int | None:
+        known = [b for b, plans in self._judged.items() if plan is None or plan in plans]
+        return min(known, key=lambda b: (abs(b - bucket), b), default=None)
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def prices(
+        self, plan: Plan, context_tokens: int, correction: Correction = NO_CORRECTION
+    ) -> Prices:
+        """Costs of the model, scaled by real rounds, then by the machine's drift."""
+        costs = self.costs
+        step_ms = correction.step * costs.step_ms(context_tokens)
+        draft_scale = correction.draft * _typical(self._draft_logs)
+        verify_scale = correction.verify * _typical(self._verify_logs)
+        verify_ms = tuple(
+            # several tokens never cost less than one
+            max(step_ms, verify_scale * costs.verify_ms(context_tokens, gamma + 1))
+            for gamma in draft_lengths(costs, self.config)
+        )
+        draft_ms = draft_scale * costs.draft_ms(plan, context_tokens)
+        return Prices(step_ms, draft_ms, (step_ms, *verify_ms))
+
+    def estimate(
+        self,
+        plan: Plan,
+        bucket: int,
+        context_tokens: int | None = None,
+        correction: Correction = NO_CORRECTION,
+    ) -> Estimate | None:
+        """What the plan is worth at a context (None: the one that stands for the bucket).
+
+        Judged text of the bucket decides; else that of the nearest bucket where the plan was
+        judged; else the product of single sublayers. None where nothing can be drafted.
+        """
+        context = self.context(bucket) if context_tokens is None else context_tokens
+        key = (self._version, plan, bucket, context, correction)
+        if key not in self._estimates:
+            found = self._estimate(plan, bucket, context, correction)
+            if found is None:
+                return None
+            if len(self._estimates) > 64:
+                self._estimates.clear()
+            self._estimates[key] = found
+        return self._estimates[key]
+
+    def _estimate(
+        self, plan: Plan, bucket: int, context: int, correction: Correction
+    ) -> Estimate | None:
+        prices = self.prices(plan, context, correction)
+        if len(prices.verify_ms) < 2:
+            return None
+        plain = 1.0 / prices.step_ms
+        near = self._nearest(bucket, plan)
+        judgement = None if near is None else self._judged[near][plan]
+        if judgement is None:
+            alpha = self.single_agreement(plan)
+            calibration = Calibration(self.config.calibration_memory_tokens)
+            rate = _geometric(prices, alpha)
+            best = _geometric(prices, 0.5 + 0.5 * alpha)
+            return Estimate(
+                plan, context, prices, rate, rate / plain, best / plain, alpha, 0, None, calibration
+            )
+        agree = judgement.agree
+        alpha = sum(agree) / len(agree)
+        calibration = judgement.calibration(self.config.calibration_memory_tokens)
+        result, rate = _by_value(judgement.windows, prices, calibration)
+        # how much more the upper bound of acceptance would yield, by the geometric model
+        upper = _geometric(prices, upper_bound(sum(agree), len(agree)))
+        lift = max(1.0, upper / max(1e-12, _geometric(prices, alpha)))
+        places = len(agree) if near == bucket else 0
+        return Estimate(
+            plan,
+            context,
+            prices,
+            rate,
+            rate / plain,
+            lift * rate / plain,
+            alpha,
+            places,
+            result,
+            calibration,
+        )
+
+    def single_agreement(self, plan: Plan) -> float:
+        """Product of what was measured for each sublayer it leaves out."""
+        items = self.fidelity.agreements(self.sublayers)
+        losses = (loss(items[i].agreement, items[i].total) for i in plan.skipped)
+        if any(items[i].total == 0 for i in plan.skipped):
+            return 0.0
+        return math.exp(-sum(losses))
+
+    # -- on disk -----------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Judgements and shortlists by bucket; costs and fidelity are kept elsewhere."""
+        buckets = sorted({*self._judged, *self._shortlists})
+        return {
+            # shortlists follow from these costs, judgements from the model alone
+            "latency_at": self.costs.profile.measured_at,
+            "first_tokens": self.config.bucket_first_tokens,
+            "buckets": [
+                {
+                    "bucket": b,
+                    "shortlist": [_skips(p) for p in self._shortlists.get(b, ())],
+                    "judged": [
+                        {
+                            "skipped": _skips(j.plan),
+                            "windows": [
+                                {
+                                    "agree": "".join("01"[a] for a in w.agree),
+                                    "probability": [round(p, 3) for p in w.probability],
+                                }
+                                for w in j.windows
+                            ],
+                        }
+                        for j in self._judged.get(b, {}).values()
+                    ],
+                }
+                for b in buckets
+            ],
+        }
+
+    def read(self, data: Mapping[str, Any]) -> None:
+        """Add what was kept. Raises one of store.INVALID for anything else, adding nothing."""
+        if data["first_tokens"] != self.config.bucket_first_tokens:
+            return  # other ranges: judged afresh
+        n = len(self.sublayers)
+        judged: dict[int, dict[Plan, Judgement]] = {}
+        shortlists: dict[int, tuple[Plan, ...]] = {}
+        for entry in data["buckets"]:
+            b = int(entry["bucket"])
+            if not 0 <= b < 64:
+                raise ValueError("a bucket is impossible")
+            if data["latency_at"] == self.costs.profile.measured_at:
+                shortlists[b] = tuple(_plan(n, skipped) for skipped in entry["shortlist"])
+            for item in entry["judged"]:
+                plan = _plan(n, item["skipped"])
+                windows = tuple(_window(w) for w in item["windows"])
+                if not windows:
+                    raise ValueError("a judged plan without text")
+                judged.setdefault(b, {})[plan] = Judgement(plan, windows)
+        self._shortlists.update(shortlists)
+        for b, found in judged.items():
+            self._judged.setdefault(b, {}).update(found)
+        self._version += 1
+
+
+def _skips(plan: Plan) -> list[int]:
+    if any(m not in (FULL, SKIP) for m in plan.modes):
+        raise ValueError("only plans of full and skipped sublayers are kept")
+    return list(plan.skipped)
+
+
+def _plan(n: int, skipped: Sequence[Any]) -> Plan:
+    return Plan.skipping(n, [int(i) for i in skipped])
+
+
+def _window(data: Mapping[str, Any]) -> Window:
+    agree = tuple({"0": False, "1": True}[c] for c in data["agree"])
+    probability = tuple(float(p) for p in data["probability"])
+    if not agree or len(agree) != len(probability) or not all(0 <= p <= 1 for p in probability):
+        raise ValueError("a judged window is impossible")
+    return Window(agree, probability)
+
+
+def _typical(logs: Sequence[float]) -> float:
+    return math.exp(statistics.median(logs)) if logs else 1.0
+
+
+def _geometric(prices: Prices, alpha: float) -> float:
+    """Tokens per ms at the best fixed length, one acceptance for every place."""
+    return max(
+        tokens_per_ms(
+            expected_tokens_geometric(alpha, gamma), gamma, prices.draft_ms, prices.verify_ms[gamma]
+        )
+        for gamma in range(1, len(prices.verify_ms))
+    )
+
+
+def _by_value(
+    windows: Sequence[Window], prices: Prices, calibration: Calibration
+) -> tuple[Replay | None, float]:
+    """Rounds of the value rule on judged text, and their rate in tokens per ms.
+
+    The rate is the price of time in the rule that yields it: a few rounds settle it.
+    """
+    rate, best = 1.0 / prices.step_ms, None
+    for _ in range(_RATE_ROUNDS):
+        rule = ValueRule(calibration, prices.draft_ms, prices.verify_ms, rate, least=1)
+        most = min(rule.most, max(1, max(len(w.agree) for w in windows) // 2))
+        result = replay(
+            windows,
+            _Shorter(rule, most),
+            prices.draft_ms,
+            lambda tokens: prices.verify_ms[tokens - 1],
+        )
+        if result is None:
+            break
+        if best is not None and 1.0 / result.ms_per_token <= rate * 1.001:
+            break
+        best = result
+        rate = 1.0 / result.ms_per_token
+    if best is None:
+        agree = [a for w in windows for a in w.agree]
+        return None, _geometric(prices, sum(agree) / len(agree))
+    return best, rate
+
+
+@dataclass(frozen=True)
+class _Shorter:
+    """A rule on windows too short for its longest draft."""
+
+    rule: ValueRule
+    most: int
+
+    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
+        return self.rule.length(confidences[: self.most])
