@@ -48,7 +48,7 @@ from knapspec_edge import gguf_check, models, native  # noqa: E402
 from knapspec_edge.backend import Backend  # noqa: E402
 from knapspec_edge.config import CTX_TOKENS_MAX, DEFAULTS, Config  # noqa: E402
 from knapspec_edge.decode.session import Session  # noqa: E402
-from knapspec_edge.errors import PlanError, UsageError  # noqa: E402
+from knapspec_edge.errors import ContextError, PlanError, UsageError  # noqa: E402
 from knapspec_edge.latency import kept  # noqa: E402
 from knapspec_edge.latency.costs import Costs  # noqa: E402
 from knapspec_edge.latency.fidelity import Fidelity, Text, measure_fidelity  # noqa: E402
@@ -56,7 +56,7 @@ from knapspec_edge.latency.profiler import measure_latency  # noqa: E402
 from knapspec_edge.latency.store import Store  # noqa: E402
 from knapspec_edge.latency.timing import Clock  # noqa: E402
 from knapspec_edge.records import Draft, Kind, Plan, Stats, SubLayer  # noqa: E402
-from knapspec_edge.search import planner  # noqa: E402
+from knapspec_edge.search import hidden_state, planner  # noqa: E402
 from knapspec_edge.search.acceptance import Judgement, judge  # noqa: E402
 from knapspec_edge.search.candidates import candidate_plans, draft_lengths  # noqa: E402
 from knapspec_edge.search.draft_length import FixedRule  # noqa: E402
@@ -77,9 +77,11 @@ from knapspec_edge.text.templates import choose_template  # noqa: E402
 
 CONTEXTS = (256, 1024, 4096, 8192)
 LEAST_CONTEXT_TOKENS = 64
-# Passages of the calibration text at the end of a prompt: judged on some, timed on the others.
-JUDGED_OFFSETS = (1, 2, 3)
-TIMED_OFFSETS = (4, 5, 6, 7, 8, 9, 10)
+# Passages of the calibration text at the end of a prompt: plans are made on the answer to one,
+# judged on some and timed on the others.
+FITTED_OFFSET = 1
+JUDGED_OFFSETS = (2, 3, 4)
+TIMED_OFFSETS = (5, 6, 7, 8, 9, 10)
 # The end of a prompt in which prompts of one length differ, so that most of it is computed once.
 TAIL_TOKENS = 256
 JUDGED_TOKENS = 64  # of each answer
@@ -317,9 +319,9 @@ class Place:
         return Text(tuple(prompt), tuple(tokens))
 
     def fidelity(self, seconds: float) -> Fidelity:
-        """Agreement of single skips on the first judged answer, on less of it where it takes too
-        long."""
-        text = self.text(JUDGED_OFFSETS[0])
+        """Agreement of single skips on an answer that is neither judged nor timed, on less of it
+        where it takes too long."""
+        text = self.text(FITTED_OFFSET)
         deadline = self._clock() + seconds
         return measure_fidelity(
             self.backend,
@@ -498,24 +500,34 @@ def random_equal_plans(
 
 
 def hidden_state_plans(
-    place: Place, fidelity: Fidelity, savings: Sequence[float], rng: random.Random
+    place: Place, savings: Sequence[float], settings: hidden_state.Settings
 ) -> list[Plan]:
-    """The paper's dynamic program over hidden states (search.hidden_state)."""
-    del fidelity, rng
-    from knapspec_edge.search import hidden_state
-
-    text = place.text(JUDGED_OFFSETS[0])
-    found = hidden_state.search_plans(place.backend, text.window, place.costs, place.config)
-    ladder = [candidate.plan for candidate in found.candidates]
+    """The paper's dynamic program, on the last tokens of an answer that is neither judged nor
+    timed. Raises PlanError or ContextError where it is impossible."""
+    # one more token: the pick after the last one in the cache
+    n_tokens = max(JUDGED_TOKENS, settings.window_tokens) + 1
+    prompt = place.prompt(FITTED_OFFSET)
+    with place.session.generate(prompt, is_end=never, max_tokens=n_tokens) as answer:
+        tokens = [*prompt, *(event.token for event in answer)]
+    reference = hidden_state.latest_reference(tokens, len(tokens) - 1, settings.window_tokens)
+    costs_ms = [place.costs.saving_ms(s.index, place.context_tokens) for s in place.sublayers]
+    weights = hidden_state.paper_weights(costs_ms, place.config.dp_paper_weight_cap)
+    found = hidden_state.search(place.backend, reference, weights, settings)
+    ladder = [survivor.plan for survivor in found.survivors if survivor.plan.skipped]
     return [p for s in savings if (p := nearest_saving(place, ladder, s)) is not None]
 
 
 Generator = Callable[[Place, Fidelity, Sequence[float], random.Random], list[Plan]]
 
-# By the names that tables and records use.
+# By the names that tables and records use. The second one is bounded for a small machine.
 GENERATORS: dict[str, Generator] = {
     "knapsack": knapsack_plans,
-    "hidden-state": hidden_state_plans,
+    "hidden-state": lambda place, _fidelity, savings, _rng: hidden_state_plans(
+        place, savings, hidden_state.Settings.bounded(place.config)
+    ),
+    "hidden-state-paper": lambda place, _fidelity, savings, _rng: hidden_state_plans(
+        place, savings, hidden_state.Settings.paper(place.config)
+    ),
     "random": random_equal_plans,
 }
 
@@ -754,9 +766,15 @@ class Generated:
 
 
 def generators_at(
-    place: Place, names: Sequence[str], repeats: int, seconds: float, rng: random.Random, show: Show
+    place: Place,
+    names: Sequence[str],
+    repeats: int,
+    seconds: float,
+    rng: random.Random,
+    show: Show,
+    notes: list[str],
 ) -> list[Generated]:
-    """`repeats`: random plans for each saving."""
+    """`repeats`: random plans for each saving. `notes` takes why a generator has no part."""
     started = place._clock()
 
     def left(share: float) -> float:
@@ -766,7 +784,11 @@ def generators_at(
     rows: list[tuple[str, float, Plan]] = []
     for name in names:
         for _ in range(repeats if name == "random" else 1):
-            plans = GENERATORS[name](place, fidelity, SAVINGS, rng)
+            try:
+                plans = GENERATORS[name](place, fidelity, SAVINGS, rng)
+            except (PlanError, ContextError) as error:
+                notes.append(f"{name} at {place.context_tokens:,} tokens: {error}")
+                break
             seen: set[Plan] = set()
             for saving, plan in zip(SAVINGS, plans, strict=False):
                 # a generator that does not reach so far answers with its deepest again
@@ -1140,7 +1162,12 @@ def _parser() -> argparse.ArgumentParser:
     contexts(two)
     two.add_argument("--random", type=int, default=3, help="random plans for each saving")
     two.add_argument(
-        "--only", nargs="+", choices=list(GENERATORS), default=list(GENERATORS), metavar="NAME"
+        "--only",
+        nargs="+",
+        choices=list(GENERATORS),
+        default=["knapsack", "hidden-state", "random"],
+        metavar="NAME",
+        help=f"of {', '.join(GENERATORS)}",
     )
     three = command("attention-share", "what the best plan leaves out, by context", 180.0)
     contexts(three)
@@ -1289,14 +1316,16 @@ def _generators(options: argparse.Namespace, terminal: Terminal) -> dict[str, An
     generated: list[Generated] = []
     longest = parse_contexts(options.contexts)[-1]
     names = [name for name in GENERATORS if name in options.only]
+    notes: list[str] = []
     with _opened(options, options.models[0], longest, terminal) as opened:
 
         def body(place: Place, seconds: float, show: Show) -> None:
-            generated.extend(generators_at(place, names, options.random, seconds, rng, show))
+            generated.extend(generators_at(place, names, options.random, seconds, rng, show, notes))
 
         _each_context(opened, options, body)
-        terminal.text("\n".join(["", *generator_table(generated)]) + "\n")
-    return {**opened.data, "generated": [asdict(g) for g in generated]}
+        lines = ["", *generator_table(generated), *(f"* {note}" for note in notes)]
+        terminal.text("\n".join(lines) + "\n")
+    return {**opened.data, "notes": notes, "generated": [asdict(g) for g in generated]}
 
 
 def _attention_share(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:

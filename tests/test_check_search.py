@@ -170,12 +170,14 @@ def test_plans_are_judged_on_other_answers_than_those_that_are_timed():
     place._prompts = lambda n, offset: asked.append(offset) or inner(n, offset)
     plan = Plan.skipping(2 * N_LAYER, [2, 7])
     place.fidelity(100.0)
+    fitted, asked[:] = set(asked), []
     (judgement,) = place.judge([plan], 100.0, hush)
     judged, asked[:] = set(asked), []
     place.time([Draft(plan, 3, 0.0)], 100.0, hush)
     assert judged == set(check.JUDGED_OFFSETS)
     assert set(asked) == set(check.TIMED_OFFSETS)
     assert judged.isdisjoint(asked)
+    assert fitted.isdisjoint(judged | set(asked))
     assert [len(w.agree) for w in judgement.windows] == [check.JUDGED_TOKENS] * 3
 
 
@@ -257,13 +259,28 @@ def test_shares_are_of_each_kind():
 
 def test_generators_are_compared():
     place = place_at(default_harm=0.03)
-    found = check.generators_at(place, ["knapsack", "random"], 2, 50.0, random.Random(1), hush)
+    names = ["knapsack", "hidden-state", "random"]
+    found = check.generators_at(place, names, 2, 50.0, random.Random(1), hush, [])
     lines = check.generator_table(found)
-    assert {g.generator for g in found} == {"knapsack", "random"}
+    assert {g.generator for g in found} == set(names)
     assert len({line.count("|") for line in lines}) == 1
     assert any("random (2)" in line for line in lines)
     for g in found:
         assert g.predicted_ratio == pytest.approx(g.measured_ratio, rel=0.5)
+
+
+def test_a_generator_that_is_impossible_is_said_and_left_out():
+    place = place_at(default_harm=0.03)
+    notes: list[str] = []
+
+    def refuse(*_: Any) -> Any:
+        raise PlanError("no branches here")
+
+    place.backend.branches = refuse
+    names = ["hidden-state", "random"]
+    found = check.generators_at(place, names, 1, 5.0, random.Random(1), hush, notes)
+    assert {g.generator for g in found} == {"random"}
+    assert notes == ["hidden-state at 96 tokens: no branches here"]
 
 
 def test_attention_shares_follow_what_attention_costs(tmp_path):
