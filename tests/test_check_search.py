@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from knapspec_edge.search.throughput import Window
 from knapspec_edge.terminal import Terminal
 
 check = load("check_search")
+rounds = sys.modules["_rounds"]  # imported by it
 
 N_LAYER = 6
 
@@ -48,7 +50,7 @@ def place_at(context: int = 96, **model: Any) -> Any:
     backend = FakeBackend(toy, n_layer=N_LAYER, n_ctx=512, costs=ToyCosts(attention_ms_per_1k=1.0))
     profile = measure_latency(backend, budget_seconds=20.0, clock=backend.clock)
     session = Session(backend, clock=backend.clock)
-    return check.Place(backend, session, prompts, Costs(profile), context, clock=backend.clock)
+    return rounds.Place(backend, session, prompts, Costs(profile), context, clock=backend.clock)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -60,27 +62,27 @@ def test_ranks_are_those_of_the_obvious(values):
     expected = [
         1 + sum(v < x for v in values) + (sum(v == x for v in values) - 1) / 2 for x in values
     ]
-    assert list(check.ranks(values)) == pytest.approx(expected)
+    assert list(rounds.ranks(values)) == pytest.approx(expected)
 
 
 def test_correlations_see_lines_and_order():
     x = [1.0, 2.0, 3.0, 4.0]
-    assert check.pearson(x, [2 * v + 1 for v in x]) == pytest.approx(1.0)
-    assert check.pearson(x, [-v for v in x]) == pytest.approx(-1.0)
-    assert check.spearman(x, [v**5 for v in x]) == pytest.approx(1.0)
-    assert check.pearson(x, [v**5 for v in x]) < 0.95
-    assert math.isnan(check.pearson(x, [1.0] * 4))
-    assert math.isnan(check.spearman([1.0], [1.0]))
+    assert rounds.pearson(x, [2 * v + 1 for v in x]) == pytest.approx(1.0)
+    assert rounds.pearson(x, [-v for v in x]) == pytest.approx(-1.0)
+    assert rounds.spearman(x, [v**5 for v in x]) == pytest.approx(1.0)
+    assert rounds.pearson(x, [v**5 for v in x]) < 0.95
+    assert math.isnan(rounds.pearson(x, [1.0] * 4))
+    assert math.isnan(rounds.spearman([1.0], [1.0]))
 
 
 def test_the_bound_is_above_one_only_where_a_draft_can_pay():
     """method: S > 1 for some length if and only if α > c + s."""
     for alpha, c, s in [(0.9, 0.5, 0.1), (0.6, 0.5, 0.1), (0.61, 0.5, 0.1), (0.3, 0.5, 0.0)]:
         curve = {gamma: 1.0 + s * gamma for gamma in range(1, 40)}
-        speed, gamma = check.bound(alpha, c, curve)
+        speed, gamma = rounds.bound(alpha, c, curve)
         assert (speed > 1.0) == (gamma > 0) == (alpha > c + s)
     # three sure tokens at a tenth of a step each, verified for one and a half
-    assert check.bound(1.0, 0.1, {3: 1.5}) == (pytest.approx(4 / 1.8), 3)
+    assert rounds.bound(1.0, 0.1, {3: 1.5}) == (pytest.approx(4 / 1.8), 3)
 
 
 def test_precision_and_recall():
@@ -105,10 +107,10 @@ def test_what_json_has_no_word_for_is_null():
 def test_a_visit_counts_whole_rounds_after_the_warm_up():
     place = place_at(default_harm=0.0)
     plan = Plan.skipping(2 * N_LAYER, [3, 4])
-    seen = check.visit(place.session, place.prompt(4), Draft(plan, 3, 0.0), 5, 1000)
+    seen = rounds.visit(place.session, place.prompt(4), Draft(plan, 3, 0.0), 5, 1000)
     # nothing is ever rejected
     assert (seen.rounds, seen.drafted, seen.accepted, seen.tokens) == (5, 15, 15, 20)
-    plain = check.visit(place.session, place.prompt(4), None, 6, 6)
+    plain = rounds.visit(place.session, place.prompt(4), None, 6, 6)
     assert (plain.rounds, plain.drafted, plain.tokens) == (6, 0, 6)
     step = place.backend.costs.step_ms(place.sublayers, place.context_tokens + 4, None)
     assert plain.ms_per_token == pytest.approx(step, rel=0.01)
@@ -118,20 +120,20 @@ def test_a_visit_counts_whole_rounds_after_the_warm_up():
 def test_a_visit_ends_with_the_round_that_reaches_its_tokens():
     place = place_at(default_harm=0.0)
     draft = Draft(Plan.skipping(2 * N_LAYER, [3]), 4, 0.0)
-    seen = check.visit(place.session, place.prompt(4), draft, 100, 12)
+    seen = rounds.visit(place.session, place.prompt(4), draft, 100, 12)
     assert (seen.rounds, seen.tokens) == (3, 15)
 
 
 def test_an_end_token_does_not_end_a_visit():
     place = place_at(end_tokens=frozenset({0}), end_at=100)
-    seen = check.visit(place.session, place.prompt(4), None, 10, 10)
+    seen = rounds.visit(place.session, place.prompt(4), None, 10, 10)
     assert seen.tokens == 10
 
 
 def test_a_context_without_room_is_said():
     place = place_at(context=510)
     with pytest.raises(UsageError, match="no room"):
-        check.visit(place.session, place.prompt(4), None)
+        rounds.visit(place.session, place.prompt(4), None)
 
 
 def test_timing_is_relative_to_the_plain_steps_around():
@@ -174,11 +176,11 @@ def test_plans_are_judged_on_other_answers_than_those_that_are_timed():
     (judgement,) = place.judge([plan], 100.0, hush)
     judged, asked[:] = set(asked), []
     place.time([Draft(plan, 3, 0.0)], 100.0, hush)
-    assert judged == set(check.JUDGED_OFFSETS)
-    assert set(asked) == set(check.TIMED_OFFSETS)
+    assert judged == set(rounds.JUDGED_OFFSETS)
+    assert set(asked) == set(rounds.TIMED_OFFSETS)
     assert judged.isdisjoint(asked)
     assert fitted.isdisjoint(judged | set(asked))
-    assert [len(w.agree) for w in judgement.windows] == [check.JUDGED_TOKENS] * 3
+    assert [len(w.agree) for w in judgement.windows] == [rounds.JUDGED_TOKENS] * 3
 
 
 def test_judging_stops_early_where_time_is_short():
@@ -251,7 +253,7 @@ def test_the_knapsack_ladder_leaves_out_what_does_no_harm():
 
 def test_shares_are_of_each_kind():
     sublayers = sublayers_of(4)
-    assert check.shares(Plan.skipping(8, [0, 2, 3]), sublayers) == {
+    assert rounds.shares(Plan.skipping(8, [0, 2, 3]), sublayers) == {
         Kind.ATTENTION: 0.5,
         Kind.MLP: 0.25,
     }
@@ -349,7 +351,7 @@ def test_the_planner_finds_what_was_planted():
     decision = check.planner.decide(
         place.backend, "toy", prompts(96, 0), DEFAULTS, clock=place.backend.clock
     )
-    place = check.Place(place.backend, Session(place.backend, clock=place.backend.clock), prompts,
+    place = rounds.Place(place.backend, Session(place.backend, clock=place.backend.clock), prompts,
                         place.costs, 96, clock=place.backend.clock)  # fmt: skip
     result = check.planted_at(place, record_of(*harmless), decision, 20.0, hush)
     assert result.found == result.planted == harmless
@@ -388,10 +390,10 @@ class Words:
 
 def test_prompts_of_a_length_differ_in_their_end_only():
     repeated: set[int] = set()
-    prompt = check.prompts_of(Words(), None, repeated)
+    prompt = rounds.prompts_of(Words(), None, repeated)
     long = [prompt(1000, offset) for offset in (1, 4)]
     assert [len(p) for p in long] == [1000, 1000]
-    common = 1000 - check.TAIL_TOKENS
+    common = 1000 - rounds.TAIL_TOKENS
     assert long[0][:common] == long[1][:common]
     assert long[0][common:] != long[1][common:]
     assert prompt(100, 1)[:50] != prompt(100, 4)[:50]
