@@ -121,7 +121,7 @@ def random_equal_plans(
     return found
 
 
-def hidden_state_plans(
+def _hidden_state_plans(
     place: Place, savings: Sequence[float], settings: hidden_state.Settings
 ) -> list[Plan]:
     """The paper's dynamic program, on the last tokens of an answer that is neither judged nor
@@ -139,17 +139,29 @@ def hidden_state_plans(
     return [p for s in savings if (p := nearest_saving(place, ladder, s)) is not None]
 
 
+def bounded_search_plans(
+    place: Place, fidelity: Fidelity, savings: Sequence[float], rng: random.Random
+) -> list[Plan]:
+    """The paper's dynamic program, bounded for a small machine."""
+    del fidelity, rng
+    return _hidden_state_plans(place, savings, hidden_state.Settings.bounded(place.config))
+
+
+def paper_search_plans(
+    place: Place, fidelity: Fidelity, savings: Sequence[float], rng: random.Random
+) -> list[Plan]:
+    """The paper's dynamic program as published."""
+    del fidelity, rng
+    return _hidden_state_plans(place, savings, hidden_state.Settings.paper(place.config))
+
+
 Generator = Callable[[Place, Fidelity, Sequence[float], random.Random], list[Plan]]
 
-# By the names that tables and records use. The second one is bounded for a small machine.
+# By the names that tables and records use.
 GENERATORS: dict[str, Generator] = {
     "knapsack": knapsack_plans,
-    "hidden-state": lambda place, _fidelity, savings, _rng: hidden_state_plans(
-        place, savings, hidden_state.Settings.bounded(place.config)
-    ),
-    "hidden-state-paper": lambda place, _fidelity, savings, _rng: hidden_state_plans(
-        place, savings, hidden_state.Settings.paper(place.config)
-    ),
+    "hidden-state": bounded_search_plans,
+    "hidden-state-paper": paper_search_plans,
     "random": random_equal_plans,
 }
 
