@@ -232,6 +232,7 @@ class Forced:
     predicted_ratio: float
     measured_ratio: float
     ratio_quartiles: tuple[float, float, float]  # of the visits
+    visits: int
     rounds: int
     drafted: int
     plain_quartiles: tuple[float, float, float]  # tokens per second
@@ -277,6 +278,7 @@ def correlate_at(
                 place.step_ms / predicted_ms,
                 t.ratio,
                 quartiles(t.ratios),
+                len(t.visits),
                 t.rounds,
                 sum(v.drafted for v in t.visits),
                 quartiles(plain),
@@ -300,7 +302,8 @@ class Correlation:
     error: float  # median of |predicted / measured - 1| of tokens per second
     ratio_error: float  # the same in plain steps, which a machine that changes its speed leaves out
     bias: float  # median of the latter with its sign
-    repeatability: float  # median quartile distance of a plan's visits over their median
+    # median quartile distance of a plan's visits over their median; not a number of single ones
+    spread: float
 
 
 def correlations(forced: Sequence[Forced]) -> list[Correlation]:
@@ -326,10 +329,16 @@ def correlations(forced: Sequence[Forced]) -> list[Correlation]:
                 statistics.median(map(abs, errors)),
                 statistics.median(map(abs, ratio_errors)),
                 statistics.median(ratio_errors),
-                statistics.median((q[2] - q[0]) / q[1] for q in (f.ratio_quartiles for f in here)),
+                _spread(here),
             )
         )
     return found
+
+
+def _spread(forced: Sequence[Forced]) -> float:
+    found = [(f.ratio_quartiles[2] - f.ratio_quartiles[0]) / f.ratio_quartiles[1]
+             for f in forced if f.visits > 1]  # fmt: skip
+    return statistics.median(found) if found else math.nan
 
 
 def correlation_table(found: Sequence[Correlation]) -> list[str]:
@@ -347,7 +356,7 @@ def correlation_table(found: Sequence[Correlation]) -> list[str]:
                 *pairs,
                 percent(c.error),
                 f"{percent(c.ratio_error)} ({100 * c.bias:+.1f} %)",
-                percent(c.repeatability),
+                "–" if math.isnan(c.spread) else percent(c.spread),
             ]
         )
     return measuring.table(heads, rows)
@@ -466,6 +475,9 @@ def generator_table(found: Sequence[Generated]) -> list[str]:
         def middle(of: Callable[[Generated], float], own: list[Generated] = own) -> float:
             return statistics.median(of(g) for g in own)
 
+        def left_out(kind: str, own: list[Generated] = own) -> float:
+            return statistics.median(g.shares.get(kind, 0.0) for g in own)
+
         low, high = middle(lambda g: g.ratio_quartiles[0]), middle(lambda g: g.ratio_quartiles[2])
         kinds = {kind for g in own for kind in g.shares}
         rows.append(
@@ -473,10 +485,7 @@ def generator_table(found: Sequence[Generated]) -> list[str]:
                 f"{context:,}",
                 name + (f" ({len(own)})" if len(own) > 1 else ""),
                 percent(middle(lambda g: g.saving)),
-                ", ".join(
-                    f"{kind} {100 * middle(lambda g, k=kind: g.shares.get(k, 0.0)):.0f} %"
-                    for kind in sorted(kinds)
-                ),
+                ", ".join(f"{kind} {100 * left_out(kind):.0f} %" for kind in sorted(kinds)),
                 f"{middle(lambda g: g.alpha):.2f}",
                 f"{middle(lambda g: g.draft_tokens):.0f}",
                 f"{middle(lambda g: g.predicted_ratio):.2f}",
