@@ -630,7 +630,7 @@ class TestFidelity:
         backend = self.toy({})
         backend.prefill([1, 2, 3], naive.Sampling())
         plans = [None, Plan.skipping(6, [4]), Plan.skipping(6, [0, 5])]
-        first, picks, probabilities = evaluate_plans(backend, [4, 5, 6, 7, 8], plans, 2)
+        first, picks, probabilities, _ = evaluate_plans(backend, [4, 5, 6, 7, 8], plans, 2)
         assert first == 0
         assert backend.tokens == (1, 2, 3)
         backend.check_ledger()

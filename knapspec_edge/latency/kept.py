@@ -17,7 +17,7 @@ from .store import INVALID, Store
 
 # Grow when a stored record means something else than before.
 _LATENCY = 2
-_FIDELITY = 1
+_FIDELITY = 2
 
 ModelKey = str | Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import FULL, SKIP, Mode, Plan, SubLayer
 from .knapsack import Option, solve
-from .throughput import expected_tokens_geometric, loss, tokens_per_ms
+from .throughput import expected_tokens_geometric, tokens_per_ms
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def cuts(
         units = 1 if costs.blind else int(weights[item.index])
         if units >= 1 and item.agreement >= config.plan_floor_agreement:
             modes.append((FULL, SKIP))
-            items.append((Option(0, 0.0), Option(units, loss(item.agreement, item.total))))
+            items.append((Option(0, 0.0), Option(units, item.loss)))
         else:
             modes.append((FULL,))
             items.append((Option(0, 0.0),))
