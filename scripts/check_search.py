@@ -863,8 +863,13 @@ def _profile(
         limit_tokens=min(backend.n_ctx, longest + MARGIN_TOKENS),
         progress=lambda share: terminal.progress("measuring the profile", share),
     )
-    reach = f", up to {profile.limit_tokens:,} tokens" if profile.limit_tokens < longest else ""
-    return Costs(profile), f"fresh, {profile.elapsed_seconds:.0f} s{reach}"
+    costs = Costs(profile)
+    origin = f"fresh, {profile.elapsed_seconds:.0f} s"
+    if profile.limit_tokens < longest:
+        origin += f", up to {profile.limit_tokens:,} tokens and guessed beyond"
+    if costs.blind:
+        origin += "; noise hid what sublayers cost, so nothing below holds: raise --profile-budget"
+    return costs, origin
 
 
 @dataclass
