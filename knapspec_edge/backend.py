@@ -114,6 +114,16 @@ class Backend(Protocol):
         """
         ...
 
+    def final_states(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Append tokens under a plan: what the head multiplies, and what is picked from it.
+
+        Returns (states f32 [n, n_embd], after the final norm with its gain; greedy tokens i32 [n]).
+        For certificates; truncate afterwards. Raises PlanError for a model that has a refusal.
+        """
+        ...
+
     @property
     def max_beside_tokens(self) -> int:
         """Most tokens that `evaluate_beside` takes in one pass; 0 where it is impossible."""

@@ -15,7 +15,7 @@ import stat
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
@@ -129,6 +129,18 @@ class GgufInfo:
         return len(self.paths)
 
 
+@dataclass(frozen=True)
+class Tensor:
+    """Where the weights of a tensor lie."""
+
+    path: Path  # of a split model, the part that holds it
+    shape: tuple[int, ...]  # as in the file: the length of a row first
+    kind: int  # enum ggml_type
+    type_name: str  # "Q4_K"; "type N" where it is unknown
+    offset_bytes: int  # from the beginning of the file
+    n_bytes: int
+
+
 @dataclass
 class _Header:
     """One file's header, as far as anybody here needs it."""
@@ -136,7 +148,7 @@ class _Header:
     version: int = 0
     values: dict[str, int | float | bool | str] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)  # of the arrays, which are not read
-    tensor_names: set[str] = field(default_factory=set)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # offsets count from data_offset
     type_bytes: dict[str, int] = field(default_factory=dict)  # bytes per tensor type
     n_tensors: int = 0
     n_params: int = 0
@@ -323,7 +335,7 @@ def inspect(path: str | os.PathLike[str]) -> GgufInfo:
 
     names: set[str] = set()
     for header in headers:
-        names |= header.tensor_names
+        names |= header.tensors.keys()
     return GgufInfo(
         path=given,
         version=first.version,
@@ -344,6 +356,16 @@ def inspect(path: str | os.PathLike[str]) -> GgufInfo:
         size_bytes=sum(h.size_bytes for h in headers),
         paths=tuple(paths),
     )
+
+
+def find_tensor(info: GgufInfo, name: str) -> Tensor | None:
+    """Where a tensor of a model lies, or None. Raises ModelError as `inspect` does."""
+    for path in info.paths:
+        header = _read_header(path)
+        tensor = header.tensors.get(name)
+        if tensor is not None:
+            return replace(tensor, offset_bytes=header.data_offset + tensor.offset_bytes)
+    return None
 
 
 def fingerprint(model: str | os.PathLike[str] | GgufInfo) -> str:
@@ -546,7 +568,7 @@ def _parse(path: Path, stream: BinaryIO, size_bytes: int, order: str) -> _Header
             raise _PastEnd
         for _ in range(n_pairs):
             _read_pair(reader, header)
-        end_bytes = _read_tensors(reader, header, n_tensors)
+        end_bytes = _read_tensors(reader, header, n_tensors, path)
     except _PastEnd:
         raise ModelError(
             f"{show(path)} is incomplete or damaged: its header runs past the end of the file "
@@ -585,7 +607,7 @@ def _read_pair(reader: _Reader, header: _Header) -> None:
         raise _Damaged(f"metadata entry {ascii(key)} is of unknown type {kind}")
 
 
-def _read_tensors(reader: _Reader, header: _Header, n_tensors: int) -> int:
+def _read_tensors(reader: _Reader, header: _Header, n_tensors: int, path: Path) -> int:
     """Returns the size in bytes that the file must have at least."""
     alignment = header.values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
@@ -600,11 +622,10 @@ def _read_tensors(reader: _Reader, header: _Header, n_tensors: int) -> int:
             raise _Damaged(f"tensor {ascii(name)} has {n_dims} dimensions")
         shape = [reader.integer("q") for _ in range(n_dims)]
         kind, offset = reader.integer("I"), reader.integer("Q")
-        if name in header.tensor_names:
+        if name in header.tensors:
             raise _Damaged(f"tensor {ascii(name)} twice")
         if any(n < 0 for n in shape):
             raise _Damaged(f"tensor {ascii(name)} has shape {shape}")
-        header.tensor_names.add(name)
         n_weights = 1
         for n in shape:
             n_weights *= n
@@ -619,6 +640,7 @@ def _read_tensors(reader: _Reader, header: _Header, n_tensors: int) -> int:
         if row % block:
             raise _Damaged(f"tensor {ascii(name)}: rows of {row} do not fit {type_name} blocks")
         n_bytes = n_weights // block * block_bytes
+        header.tensors[name] = Tensor(path, tuple(shape), kind, type_name, offset, n_bytes)
         header.type_bytes[type_name] = header.type_bytes.get(type_name, 0) + n_bytes
         end = _padded(offset + n_bytes, alignment)
         last_byte = offset + n_bytes

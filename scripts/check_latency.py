@@ -31,13 +31,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from knapspec_edge import gguf_check, models, native  # noqa: E402
+import _measuring as measuring  # noqa: E402
+from _measuring import percent, random_plans  # noqa: E402
+
 from knapspec_edge.backend import Backend  # noqa: E402
-from knapspec_edge.config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX  # noqa: E402
+from knapspec_edge.config import DEFAULTS  # noqa: E402
 from knapspec_edge.decode.rollback import rewind  # noqa: E402
-from knapspec_edge.errors import KnapspecError, PlanError, UsageError  # noqa: E402
+from knapspec_edge.errors import PlanError, UsageError  # noqa: E402
 from knapspec_edge.latency.costs import Costs  # noqa: E402
 from knapspec_edge.latency.profile import LatencyProfile, Sample  # noqa: E402
 from knapspec_edge.latency.profiler import measure_latency  # noqa: E402
@@ -49,7 +52,6 @@ from knapspec_edge.terminal import Terminal  # noqa: E402
 Progress = Callable[[float], None]
 
 LEAST_CONTEXT_TOKENS = 128
-SKIPPED_SHARES = (0.05, 0.6)  # of the sublayers, least and most that a random plan leaves out
 NARROW_WIDTHS = range(2, 17)
 WIDE_WIDTHS = (24, 32)
 # A context that is measured here keeps this relative distance from those of the profile.
@@ -83,30 +85,6 @@ class Pass:
     @property
     def kind(self) -> str:
         return "draft step" if self.width == 1 else "verification"
-
-
-def random_plans(
-    rng: random.Random, n_sublayers: int, count: int, avoid: Iterable[tuple[int, ...]] = ()
-) -> list[tuple[int, ...]]:
-    """Sets of sublayers to leave out: distinct, none of `avoid`, sizes even over SKIPPED_SHARES.
-
-    Fewer than `count` where a small model has no more.
-    """
-    low, high = SKIPPED_SHARES
-    least = max(1, round(low * n_sublayers))
-    most = max(least, math.floor(high * n_sublayers))
-    possible = sum(math.comb(n_sublayers, k) for k in range(least, most + 1))
-    seen = set(avoid)
-    found: list[tuple[int, ...]] = []
-    for _ in range(50 * min(count, possible)):
-        if len(found) == count:
-            break
-        size = min(most, max(least, round(rng.uniform(low, high) * n_sublayers)))
-        skipped = tuple(sorted(rng.sample(range(n_sublayers), size)))
-        if skipped not in seen:
-            seen.add(skipped)
-            found.append(skipped)
-    return found
 
 
 def random_contexts(
@@ -352,24 +330,19 @@ def profile_of_check(
     return replace(profile, samples=tuple(samples), limit_tokens=max(usual), notes=(), settings={})
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def table(rows: Sequence[Row]) -> list[str]:
     """The errors for people, as a Markdown table."""
-    lines = [
-        "| pass | context | n | raw error: median | 90 % within | bias "
-        "| corrected: median | 90 % within | bias | repeatable to |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = ["pass", "context", "n"]
+    heads += ["raw error: median", "90 % within", "bias"]
+    heads += ["corrected: median", "90 % within", "bias", "repeatable to"]
+    lines = []
     for row in rows:
         context = "all" if row.context_tokens is None else f"{row.context_tokens:,}"
         cells = [row.kind, context, str(row.raw.count)]
         for errors in (row.raw, row.corrected):
-            cells += [_percent(errors.median), _percent(errors.high), f"{100 * errors.bias:+.1f} %"]
-        lines.append(f"| {' | '.join([*cells, _percent(row.repeatability)])} |")
-    return lines
+            cells += [percent(errors.median), percent(errors.high), f"{100 * errors.bias:+.1f} %"]
+        lines.append([*cells, percent(row.repeatability)])
+    return measuring.table(heads, lines)
 
 
 def step_table(steps: Sequence[Measured]) -> list[str]:
@@ -523,10 +496,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="interleaved repetitions of every pass")
     add("--ctx", type=int, help=f"context size in tokens (default: {DEFAULTS.ctx_tokens} at most)")
     add("--budget", type=float, default=30.0, metavar="SECONDS", help="of the profile")
-    add("--flash-attn", default="auto", help="auto, on or off")
-    add("--kv-type", default="f16")
-    add("--threads", type=int, help="default: one per physical core")
-    add("--gpu-layers", type=int, help="default: what fits")
+    measuring.add_settings(parser)
     add("--seed", type=int, default=0, help="of plans, contexts, widths and tokens")
     add("--json", type=Path, metavar="FILE", help="write everything there, samples included")
     add(
@@ -548,10 +518,7 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError("--plans 0 --widths 0 leaves nothing to check")
     if not 0.0 < options.budget < math.inf:
         raise UsageError("--budget must be a number of seconds above 0")
-    if options.ctx is not None and not 1 <= options.ctx <= CTX_TOKENS_MAX:
-        raise UsageError(f"--ctx must be in 1..{CTX_TOKENS_MAX}, not {options.ctx}")
-    if options.threads is not None and not 1 <= options.threads <= THREADS_MAX:
-        raise UsageError(f"--threads must be in 1..{THREADS_MAX}, not {options.threads}")
+    measuring.check_settings(options)
     if options.json is not None and not options.json.parent.is_dir():
         raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
 
@@ -559,47 +526,23 @@ def _check_options(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
     """Measure, print the tables, return everything as plain data. Raises KnapspecError."""
     _check_options(options)
-    info = gguf_check.inspect(models.resolve(options.model))
     rng = random.Random(options.seed)
-
-    def on_load(share: float) -> bool:
-        terminal.progress("load", share)
-        return True
-
-    with native.open_model(info.path, gpu_layers=options.gpu_layers, progress=on_load) as model:
+    with measuring.opened_model(options, options.model, terminal) as (model, info):
         trained = model.n_ctx_train or DEFAULTS.ctx_tokens
         ctx_tokens = options.ctx or min(trained, DEFAULTS.ctx_tokens)
 
         _most_context(ctx_tokens)  # before anything is measured
 
         def open_backend() -> Any:
-            return native.open_context(
-                model,
-                ctx_tokens=ctx_tokens,
-                threads=options.threads,
-                kv_type=options.kv_type,
-                flash_attn=options.flash_attn,
-                max_verify_tokens=max(WIDE_WIDTHS),
+            return measuring.open_context(
+                options, model, ctx_tokens, max_verify_tokens=max(WIDE_WIDTHS)
             )
 
         with open_backend() as backend:
             if backend.refusal is not None:
                 raise PlanError(f"{info.path.name}: {backend.refusal}")
-            library = native.library_info()
-            data: dict[str, Any] = {
-                "model": info.path.name,
-                "model_type": info.file_type,
-                "settings": dict(backend.settings),
-                "devices": [d["description"] for d in library["devices"]],
-                "library_digest": library["digest"],
-                "seed": options.seed,
-            }
-            settings = data["settings"]
-            terminal.text(
-                f"Model {data['model']} ({data['model_type']}), {', '.join(data['devices'])}, "
-                f"{settings['threads']} threads, flash attention {settings['flash_attn']}, "
-                f"{settings['kv_type']} keys and values, {ctx_tokens:,} tokens of context.\n\n"
-            )
+            data = {**measuring.setting(backend, info), "seed": options.seed}
+            terminal.text(f"{measuring.setting_line(data)}\n\n")
             if options.check_fill is None:
                 with backend.interruptible():
                     data |= _check_predictions(backend, options, rng, terminal)
@@ -727,21 +670,13 @@ def _check_filling(
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    terminal = Terminal()
-    try:
+
+    def body(terminal: Terminal) -> None:
         data = run(options, terminal)
         if options.json is not None:
             options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except KnapspecError as error:
-        terminal.error(str(error))
-        return error.exit_code
-    except OSError as error:
-        terminal.error(f"cannot write {options.json}: {error.strerror}")
-        return 1
-    except KeyboardInterrupt:
-        terminal.error("interrupted")
-        return 130
-    return 0
+
+    return measuring.run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ Nothing sleeps. Each call advances a virtual clock by what it would cost.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knapspec_edge.errors import ContextError, Interrupted, RollbackError
+from knapspec_edge.errors import ContextError, Interrupted, PlanError, RollbackError
 from knapspec_edge.records import GREEDY, Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
 
 TARGET = "target"
@@ -182,6 +183,7 @@ class FakeBackend:
         self.fail_at: dict[int, BaseException] = {}
         self.deaf_truncations: set[int] = set()
         self.on_call: Callable[[str], None] | None = None
+        self.branching = False  # inside `branches`
         self._calls = 0
         self._truncations = 0
         self._tokens: list[int] = []
@@ -270,6 +272,18 @@ class FakeBackend:
             np.array([p.probability for p in picks], dtype=np.float32),
         )
 
+    def final_states(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """The logits are the states: its head is the unit matrix."""
+        if self.refusal is not None:
+            raise PlanError(self.refusal)
+        start = self.n_past
+        picks, _ = self.evaluate(tokens, plan)
+        ends = range(start + 1, start + len(tokens) + 1)
+        rows = [self.model.logits(self._tokens[:end], plan) for end in ends]
+        return np.array(rows, dtype=np.float32).reshape(len(rows), self.n_vocab), picks
+
     @property
     def max_beside_tokens(self) -> int:
         return self.beside_tokens if self.sublayers else 0
@@ -307,6 +321,54 @@ class FakeBackend:
                 )
             )
         return found
+
+    def hidden_states(self, tokens: Sequence[int], plan: Plan | None = None) -> NDArray[np.float32]:
+        if not self.sublayers:
+            raise PlanError("no hidden states")
+        start = self.n_past
+        self._compute("hidden_states", tokens, plan)
+        modes = plan.modes if plan is not None else Plan.full(len(self.sublayers)).modes
+        states = self._stream(start, len(tokens))
+        rows = []
+        for i, mode in enumerate(modes):
+            if mode.kind is not ModeKind.SKIP:
+                states = self._add(i, states)
+            rows.append(states)
+        return np.stack(rows)
+
+    branch_refusal: str | None = None
+
+    @contextlib.contextmanager
+    def branches(
+        self, start: int, tokens: Sequence[int], n_branches: int
+    ) -> Iterator[FakeBranches]:
+        if self.branch_refusal is not None or not self.sublayers:
+            raise PlanError(f"no branches: {self.branch_refusal}")
+        assert 0 <= start <= self.n_past
+        assert tokens
+        assert n_branches >= 1
+        assert start + len(tokens) <= self.n_ctx
+        self.log.append(("branches", (start, tuple(tokens))))
+        self.branching = True
+        try:
+            yield FakeBranches(self, start, tokens)
+        finally:
+            self.branching = False
+
+    # A state tells which sublayers it went through: entry i is what sublayer i has added, larger
+    # where its absence does more harm; the last entry is the embedding. So branches and judged
+    # plans agree, and the head of a state knows its plan.
+
+    def _stream(self, start: int, n: int) -> NDArray[np.float32]:
+        """f32 [n, sublayers + 1] before the first sublayer."""
+        states = np.zeros((n, len(self.sublayers) + 1), dtype=np.float32)
+        states[:, -1] = 1.0 + 0.01 * (np.arange(start, start + n) % 7)
+        return states
+
+    def _add(self, i: int, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        added = states.copy()
+        added[..., i] += math.sqrt(self.model.harm.get(i, self.model.default_harm)) + 0.01
+        return added
 
     def append(self, tokens: Sequence[int], plan: Plan | None = None) -> None:
         before = self.now_ms
@@ -352,6 +414,7 @@ class FakeBackend:
     # -- inside ------------------------------------------------------------------------------------
 
     def _compute(self, call: str, tokens: Sequence[int], plan: Plan | None) -> None:
+        assert not self.branching, f"{call} while branches are open"
         if self.on_call is not None:
             self.on_call(call)
         self.log.append((call, plan if call in ("decode", "evaluate") else tuple(tokens)))
@@ -389,6 +452,62 @@ class FakeBackend:
                     raise LedgerError(f"sublayer {i} attends to leftovers at {attended}: {key}")
                 if key.writer == TARGET and attended == self._sound[i]:
                     self._sound[i] += 1  # stays so until it is cut
+
+
+class FakeBranches:
+    """Implements knapspec_edge.backend.Branches on the states of FakeBackend."""
+
+    def __init__(self, backend: FakeBackend, start: int, tokens: Sequence[int]) -> None:
+        self._backend = backend
+        self._start = start
+        self._tokens = tokens
+
+    def embed(self, last: int) -> NDArray[np.float32]:
+        self._count("embed", last + 1, 1)
+        states = self._backend._stream(self._start, len(self._tokens))
+        for i in range(last + 1):
+            states = self._backend._add(i, states)
+        return states
+
+    def apply(self, sublayer: int, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        sublayers = self._backend.sublayers
+        if sublayers[sublayer].layer == sublayers[0].layer:
+            raise PlanError("the first layer")
+        assert states.shape[1:] == (len(self._tokens), len(sublayers) + 1)
+        self._count("apply", 1, len(states))
+        return self._backend._add(sublayer, states)
+
+    def head(self, states: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        self._count("head", 1, len(states))
+        backend = self._backend
+        n = len(backend.sublayers)
+        picks = []
+        for branch in states:
+            plan = Plan.skipping(n, [i for i in range(n) if not branch[:, i].any()])
+            for k in range(len(self._tokens)):
+                text = [*backend.tokens[: self._start], *self._tokens[: k + 1]]
+                picks.append(backend.model.pick(text, Sampling(), plan))
+        shape = states.shape[:2]
+        return (
+            np.array([p.token for p in picks], dtype=np.int32).reshape(shape),
+            np.array([p.probability for p in picks], dtype=np.float32).reshape(shape),
+        )
+
+    def _count(self, call: str, n_sublayers: int, n_branches: int) -> None:
+        """One computing call, in the log, on the clock, and where it may fail."""
+        backend = self._backend
+        assert backend.branching, f"{call} on closed branches"
+        if backend.on_call is not None:
+            backend.on_call(call)
+        backend.log.append((call, n_branches))
+        number = backend._calls
+        backend._calls += 1
+        tokens = n_branches * len(self._tokens)
+        step = backend.costs.step_ms(backend.sublayers, self._start, None)
+        share = n_sublayers / len(backend.sublayers)
+        backend.now_ms += share * step * (1.0 + backend.costs.per_token * (tokens - 1))
+        if (failure := backend.fail_at.pop(number, None)) is not None:
+            raise failure
 
 
 def interrupted() -> Interrupted:

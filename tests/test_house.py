@@ -22,7 +22,7 @@ LAYERS = (
     {"errors", "config", "records", "folders", "closing"},
     {"backend"},
     {"decode", "native", "gguf_check"},
-    {"latency", "models", "text"},
+    {"latency", "models", "text", "gguf_head"},
     {"search", "quantize"},
     {"engine"},
     {"apps"},

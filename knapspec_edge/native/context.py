@@ -469,6 +469,33 @@ class LlamaBackend(Closing):
             probabilities[start:end] = self._probs_out[: len(part)]
         return picked, probabilities
 
+    def final_states(
+        self, tokens: Sequence[int], plan: Plan | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        if self._refusal is not None:
+            raise PlanError(f"there are no states to compare: {self._refusal}")
+        n = len(tokens)
+        self._check_room(n)
+        states = np.empty((n, self.model.n_embd_out), dtype=np.float32)
+        picked = np.empty(n, dtype=np.int32)  # i32 [n]
+        with self._alone():
+            # llama.cpp's "embeddings" of a model that generates text are these states
+            self._llama.llama_set_embeddings(self._pointer, True)
+            try:
+                for start in range(0, n, self._max_rows):
+                    part = tokens[start : start + self._max_rows]
+                    end = start + len(part)
+                    self._evaluate_alone(part, len(part), GREEDY, plan)
+                    rows = self._llama.llama_get_embeddings(self._pointer)
+                    if not rows:
+                        raise NativeError("llama.cpp returns no states for this model")
+                    shape = (len(part), states.shape[1])
+                    states[start:end] = np.ctypeslib.as_array(rows, shape=shape)
+                    picked[start:end] = self._tokens_out[: len(part)]
+            finally:
+                self._llama.llama_set_embeddings(self._pointer, False)
+        return states, picked
+
     @property
     def max_beside_tokens(self) -> int:
         return self._max_beside if self._sublayers else 0

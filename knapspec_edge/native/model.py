@@ -189,6 +189,11 @@ class Model(Closing):
         return int(self._llama.llama_model_n_layer(self.pointer))
 
     @property
+    def n_embd_out(self) -> int:
+        """Numbers in a state at the input of the head."""
+        return int(self._llama.llama_model_n_embd_out(self.pointer))
+
+    @property
     def n_ctx_train(self) -> int:
         """Context length the model was trained with, tokens."""
         return int(self._llama.llama_model_n_ctx_train(self.pointer))

@@ -13,7 +13,7 @@ All branches of a depth run in one call of the backend, the target being one of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,15 +150,17 @@ def search(
     weights: Sequence[int] | NDArray[np.int64],
     settings: Settings,
     *,
+    movable: Collection[int] | None = None,
     report: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> Found:
     """Run the search on a window of the text in the cache, which is left as it was.
 
-    `weights` are the costs of the sublayers in whole units; what weighs nothing is never skipped,
-    nor are the first and the last layer. `report` is called before each depth and may raise to
-    stop. Raises PlanError where the backend cannot run branches, ContextError where there is no
-    room for them, Interrupted, ValueError for weights that do not fit.
+    `weights` are the costs of the sublayers in whole units; what weighs nothing is never skipped.
+    `movable` are the sublayers that may be (None: all but those of the first and the last layer).
+    `report` is called before each depth and may raise to stop. Raises PlanError where the backend
+    cannot run branches, ContextError where there is no room for them, Interrupted, ValueError for
+    weights or sublayers that do not fit.
     """
     began = clock()
     sublayers = backend.sublayers
@@ -166,13 +168,16 @@ def search(
     if len(units) != len(sublayers) or (units < 0).any():
         raise ValueError(f"{len(sublayers)} weights of 0 or more are needed, not {len(units)}")
     limit = int(settings.budget_share * int(units.sum()))
-    movable = movable_indices(sublayers)
+    free = movable_indices(sublayers) if movable is None else frozenset(movable)
+    first = _first_layer_end(sublayers)
+    outside = sorted(i for i in free if not first < i < len(sublayers))
+    if outside:
+        raise ValueError(f"sublayer {outside[0]} is in the first layer or does not exist")
     table = _Table(len(sublayers), limit, len(reference.inputs), settings)
     calls = evaluations = 0
     peak = 1
     expected = settings.max_branches or len(sublayers)
     with backend.branches(reference.start, reference.inputs, expected) as branches:
-        first = _first_layer_end(sublayers)
         report()
         states = branches.embed(first)[np.newaxis]  # f32 [1 + alive, tokens, hidden], target first
         calls += 1
@@ -183,7 +188,7 @@ def search(
             evaluations += states.shape[0] * states.shape[1]
             peak = max(peak, states.shape[0])
             executed = branches.apply(i, states)
-            states = table.step(i, states, executed, int(units[i]) if i in movable else 0)
+            states = table.step(i, states, executed, int(units[i]) if i in free else 0)
         survivors: tuple[Survivor, ...] = ()
         rows = 0
         if len(table.units):
