@@ -12,6 +12,7 @@ from typing import Any
 
 from ..records import Kind, SubLayer
 from ..search.outlook import CurvePoint, Item, JudgedPlan, Outlook
+from .certify import Certification
 from .plan import PlanReport
 from .report import (
     Facts,
@@ -52,6 +53,8 @@ def sections(report: PlanReport) -> list[Section]:
         found.append(Section("What skipping could gain", (_curve(outlook),)))
     if outlook.judged:
         found.append(Section("Judged plans", _judged(outlook)))
+    if report.certification is not None:
+        found.append(_certified(report.certification))
     found.append(_basis(report))
     if outlook.notes:
         notes = tuple(("", clean(note)) for note in outlook.notes)
@@ -279,6 +282,41 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
     return tuple(shown)
 
 
+def _certified(found: Certification) -> Section:
+    rows = tuple(
+        (
+            str(n),
+            f"{plan.agreement:.2f}",
+            f"{plan.agreed}/{plan.positions}",
+            f"{plan.tight_share:.3f}",
+            f"{plan.loose_share:.3f}",
+            str(plan.broken),
+            f"{plan.cosine:.4f}",
+        )
+        for n, plan in enumerate(found.plans, start=1)
+    )
+    columns = (
+        "\nplan",
+        "measured\nagreement",
+        "\npicks",
+        "guaranteed\ntight",
+        "as\npublished",
+        "\nbroken",
+        "median\ncosine",
+    )
+    caption = (
+        f"Share of {found.positions} positions, by the states in front of the head "
+        f"({found.n_embd} dimensions, {found.n_vocab:,} tokens)"
+    )
+    room = (
+        f"the median position takes a cosine of {1.0 - found.room_tight:.6f} (as published "
+        f"{1.0 - found.room_loose:.6f})"
+    )
+    parts: list[Table | Facts] = [Table(columns, rows, caption)] if rows else []
+    parts.append(Facts((("needed", room),)))
+    return Section("What the cosine alone guarantees", tuple(parts))
+
+
 def _basis(report: PlanReport) -> Section:
     outlook = report.outlook
     best = outlook.best
@@ -380,7 +418,11 @@ def to_json(report: PlanReport) -> dict[str, Any]:
     measurement    window_tokens, batch_agreement, latency_contexts, measured_at (seconds since
                    1970), from_cache, settings
     notes
+    certificate    null unless it was asked for: positions, dimension, vocabulary, head_agreement,
+                   median_room_tight and _loose (1 - the cosine that is needed), plans in the order
+                   of judged: agreement, guaranteed_tight, guaranteed_loose, broken, median_cosine
     """
+    certification = report.certification
     data = {
         "model": {
             "name": report.model,
@@ -392,6 +434,7 @@ def to_json(report: PlanReport) -> dict[str, Any]:
         "settings_reason": report.settings_reason,
         "elapsed_seconds": report.elapsed_seconds,
         **report.outlook.to_json(),
+        "certificate": None if certification is None else certification.to_json(),
         "warnings": list(report.warnings),
     }
     plain: dict[str, Any] = finite(data)

@@ -116,6 +116,20 @@ def test_a_recurrent_model_is_refused_by_name(
         plan.run(tiny_models / "mamba-dense.gguf", QUICK)
 
 
+def test_certificates_of_the_judged_plans(
+    patched_library: Path, tiny_models: Path, user_cache: Path
+) -> None:
+    report = plan.run(tiny_models / "llama-dense.gguf", replace(QUICK, certify=True), config=ANY)
+    found, outlook = report.certification, report.outlook
+    assert found is not None
+    assert report.uncertified is None
+    assert [c.plan for c in found.plans] == [j.draft.plan for j in outlook.judged]
+    assert found.context_tokens == 64
+    assert found.positions == outlook.window_tokens
+    assert all(c.loose <= c.tight <= c.agreed + c.broken for c in found.plans)
+    assert to_json(report)["certificate"]["positions"] == found.positions
+
+
 def test_interrupted_the_latencies_are_kept(
     patched_library: Path, tiny_models: Path, user_cache: Path
 ) -> None:
