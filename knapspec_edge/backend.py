@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,15 @@ class Branches(Protocol):
     def head(self, states: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Final norm and head: (greedy tokens i32, probabilities f32), both [branches, tokens]."""
         ...
+
+
+class Beside(NamedTuple):
+    """Picks of one block beside the text, one per token."""
+
+    tokens: NDArray[np.int32]  # i32 [n]
+    probabilities: NDArray[np.float32]  # f32 [n]
+    # f32 [n]: logit of the expected token (else of the pick) minus that of the best other one
+    margins: NDArray[np.float32]
 
 
 class Backend(Protocol):
@@ -134,13 +143,15 @@ class Backend(Protocol):
         blocks: Sequence[tuple[int, Sequence[int]]],
         plan: Plan | None = None,
         sampling: Sampling = GREEDY,
-    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        expected: Sequence[Sequence[int]] | None = None,
+    ) -> list[Beside]:
         """What would be picked if the cache ended earlier, without touching it; one pass.
 
         A block (start, tokens) holds tokens at positions start.., behind the first `start` tokens
-        of the cache under the plan; blocks see nothing of each other. Returns per block (picks i32
-        [n], probabilities f32 [n]). Raises ContextError where no cells are left for it or a sliding
-        window no longer holds what lies before a block, Interrupted.
+        of the cache under the plan; blocks see nothing of each other. `expected` names a token per
+        place (greedy only), whose margin is returned in place of the pick's. Raises ContextError
+        where no cells are left for it or a sliding window no longer holds what lies before a block,
+        Interrupted.
         """
         ...
 

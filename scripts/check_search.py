@@ -63,7 +63,6 @@ from knapspec_edge.search.draft_length import FixedRule  # noqa: E402
 from knapspec_edge.search.knapsack import Option, solve  # noqa: E402
 from knapspec_edge.search.throughput import (  # noqa: E402
     expected_tokens_geometric,
-    loss,
     replay,
     tokens_per_ms,
 )
@@ -453,7 +452,7 @@ def knapsack_ladder(place: Place, fidelity: Fidelity) -> list[Plan]:
     items, forbidden = [], set()
     for item in fidelity.agreements(place.sublayers):
         units = 1 if place.costs.blind else int(weights[item.index])
-        options = (Option(0, 0.0), Option(units, loss(item.agreement, item.total)))
+        options = (Option(0, 0.0), Option(units, item.loss))
         if units < 1 or item.agreement < config.plan_floor_agreement:
             forbidden.add(item.index)
             options = (Option(0, 0.0),)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knapspec_edge.backend import Beside
 from knapspec_edge.errors import ContextError, Interrupted, PlanError, RollbackError
 from knapspec_edge.records import GREEDY, Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
 
@@ -293,7 +294,8 @@ class FakeBackend:
         blocks: Sequence[tuple[int, Sequence[int]]],
         plan: Plan | None = None,
         sampling: Sampling = GREEDY,
-    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        expected: Sequence[Sequence[int]] | None = None,
+    ) -> list[Beside]:
         total = sum(len(tokens) for _, tokens in blocks)
         assert 1 <= total <= self.max_beside_tokens
         if self.on_call is not None:
@@ -307,17 +309,23 @@ class FakeBackend:
         if (failure := self.fail_at.pop(number, None)) is not None:
             raise failure
         found = []
-        for start, tokens in blocks:
+        for block, (start, tokens) in enumerate(blocks):
             assert 0 <= start <= self.n_past
             assert tokens
             assert start + len(tokens) <= self.n_ctx
             text = [*self._tokens[:start], *tokens]
             ends = range(start + 1, len(text) + 1)
             picks = [self.model.pick(text[:end], sampling, plan) for end in ends]
+            margins = [p.margin for p in picks]
+            if expected is not None:
+                for i, (end, token) in enumerate(zip(ends, expected[block], strict=True)):
+                    values = self.model.logits(text[:end], plan)
+                    margins[i] = float(values[token] - np.delete(values, token).max())
             found.append(
-                (
+                Beside(
                     np.array([p.token for p in picks], dtype=np.int32),
                     np.array([p.probability for p in picks], dtype=np.float32),
+                    np.array(margins, dtype=np.float32),
                 )
             )
         return found

@@ -182,6 +182,46 @@ def test_start_up_imports_nothing_heavy(arguments):
     assert result.stdout.strip()
 
 
+def test_opening_a_model_imports_no_numba():
+    """Only a search does: plain decoding must not wait for it."""
+    code = (
+        "import sys\n"
+        "import knapspec_edge.apps.run, knapspec_edge.engine, knapspec_edge.search.planner\n"
+        "assert not {'numba', 'llvmlite'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+NUMBA_WHEELS = [
+    ("3.10", "linux", "x86_64", True),
+    ("3.15", "linux", "aarch64", True),
+    ("3.15", "win32", "AMD64", True),
+    ("3.14", "darwin", "arm64", True),
+    ("3.13", "darwin", "x86_64", True),
+    ("3.14", "darwin", "x86_64", False),
+    ("3.16", "linux", "x86_64", False),
+    ("3.13", "linux", "riscv64", False),
+]
+
+
+@pytest.mark.parametrize(("version", "system", "machine", "wanted"), NUMBA_WHEELS)
+def test_numba_is_asked_for_where_it_has_wheels(version, system, machine, wanted):
+    """Elsewhere an installation must not fail over it: NumPy does its work."""
+    requirements = pytest.importorskip("packaging.requirements")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (line,) = re.findall(r'^    "(numba[^"]*)",$', text, re.MULTILINE)
+    environment = {
+        "python_version": version,
+        "sys_platform": system,
+        "platform_machine": machine,
+        "implementation_name": "cpython",
+    }
+    marker = requirements.Requirement(line).marker
+    assert marker.evaluate(environment) == wanted
+    assert not marker.evaluate({**environment, "implementation_name": "pypy"})
+
+
 # ---------------------------------------------------------------------------------------------
 # What the repository says
 

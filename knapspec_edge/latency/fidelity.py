@@ -6,21 +6,31 @@ counts of several runs add up: each run brings other text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backend import Backend
+from ..backend import Backend, Beside
 from ..decode.rollback import rewind
 from ..records import GREEDY, SKIP, Kind, Plan, SubLayer
 from .store import MAX_COUNT
 
 # The beginning of a prompt (begin token, chat header) survives shortening, and so does its end.
 _KEPT_HEAD_TOKENS = 8
+# How many counted places the changes of the margins are worth.
+_PRIOR_PLACES = 16.0
+# Contexts that differ by less than this factor share their counts.
+_NEAR = 3.0
+# No item is believed to be more harmless than this.
+_LEAST_MISS = 1e-6
+# Margins of the target's picks that are kept, and that stand for them in sums.
+_KEPT_MARGINS = 512
+_MARGIN_QUANTILES = 32
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,16 @@ class ItemCount:
     context_tokens: int
     agreed: int
     total: int
+    # sum of squared changes of the margin of the target's pick, over as many places
+    shift_sq: float = 0.0
+    shifts: int = 0  # places of that sum; 0 where margins are not known
+
+    def expected(self, margins: Sequence[float]) -> float:
+        """The share to expect elsewhere, given margins of the target's picks."""
+        prior = None
+        if self.shifts and margins:
+            prior = agreement_of_shift(margins, math.sqrt(self.shift_sq / self.shifts))
+        return expected_agreement(self.agreed, self.total, prior)
 
 
 @dataclass(frozen=True)
@@ -39,9 +59,36 @@ class ItemAgreement:
     """Share of the target's picks that survive leaving out one sublayer."""
 
     index: int
-    agreement: float
+    agreement: float  # as counted
     total: int  # picks it was judged on
     probed: bool  # False: interpolated between probed neighbours of its kind
+    expected: float = 0.0  # in (0, 1): the share to expect elsewhere, see expected_agreement
+
+    @property
+    def loss(self) -> float:
+        """-log of the expected agreement, so that losses of items add up; infinite if unknown."""
+        return -math.log(self.expected) if self.expected > 0.0 else math.inf
+
+
+def expected_agreement(agreed: float, total: float, prior: float | None = None) -> float:
+    """Posterior mean of an agreement that was counted.
+
+    A window without a miss is no proof of 1. `prior`: what the changes of the margins say, which
+    counts as `_PRIOR_PLACES` places: they tell 0.999 from 0.98 where nothing was missed. None: half
+    a miss and half a hit are added.
+    """
+    if prior is None:
+        return (agreed + 0.5) / (total + 1.0)
+    return (agreed + _PRIOR_PLACES * prior) / (total + _PRIOR_PLACES)
+
+
+def agreement_of_shift(margins: Sequence[float], shift: float) -> float:
+    """Chance that a pick survives if its margin changes by a normal deviate of standard deviation
+    `shift` (in logits): the mean of Φ(margin / shift) over the target's margins."""
+    if shift <= 0.0:
+        return 1.0 - _LEAST_MISS
+    chances = [0.5 + 0.5 * math.erf(m / (shift * math.sqrt(2.0))) for m in margins]
+    return min(1.0 - _LEAST_MISS, max(_LEAST_MISS, sum(chances) / len(chances)))
 
 
 @dataclass(frozen=True)
@@ -53,6 +100,7 @@ class Fidelity:
     batch_total: int = 0
     runs: int = 0
     notes: tuple[str, ...] = field(default=())  # of the latest run
+    margins: tuple[float, ...] = ()  # of the target's picks, in logits; the latest ones
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -63,23 +111,32 @@ class Fidelity:
         """Share in which a pass of several tokens picks what single steps pick."""
         return self.batch_agreed / self.batch_total if self.batch_total else 1.0
 
+    def covers(self, index: int, context_tokens: int) -> bool:
+        """Whether skipping this sublayer was counted at a context within a factor of `_NEAR`."""
+        return any(
+            c.index == index
+            and c.mode == str(SKIP)
+            and c.total
+            and c.context_tokens <= _NEAR * context_tokens
+            and context_tokens <= _NEAR * c.context_tokens
+            for c in self.counts
+        )
+
     def plus(self, other: Fidelity) -> Fidelity:
         """Both together; notes are those of `other`."""
-        sums: dict[tuple[int, str, int], list[int]] = {}
+        sums: dict[tuple[int, str, int], ItemCount] = {}
         for c in (*self.counts, *other.counts):
-            both = sums.setdefault((c.context_tokens, c.mode, c.index), [0, 0])
-            both[0] += c.agreed
-            both[1] += c.total
-        counts = tuple(
-            ItemCount(index, mode, context, agreed, total)
-            for (context, mode, index), (agreed, total) in sorted(sums.items())
-        )
+            key = (c.context_tokens, c.mode, c.index)
+            known = sums.get(key)
+            sums[key] = c if known is None else _sum(known, c)
+        counts = tuple(count for _, count in sorted(sums.items()))
         return Fidelity(
             counts,
             self.batch_agreed + other.batch_agreed,
             self.batch_total + other.batch_total,
             self.runs + other.runs,
             other.notes,
+            (*self.margins, *other.margins)[-_KEPT_MARGINS:],
         )
 
     def agreements(
@@ -98,29 +155,53 @@ class Fidelity:
                 key=lambda c: abs(np.log(max(1, c) / max(1, context_tokens))),
             )
             counts = [c for c in counts if c.context_tokens == near]
-        sums: dict[int, list[int]] = {}
+        sums: dict[int, ItemCount] = {}
         for c in counts:
-            both = sums.setdefault(c.index, [0, 0])
-            both[0] += c.agreed
-            both[1] += c.total
-        probed = {i: (agreed / total, total) for i, (agreed, total) in sums.items() if total}
+            sums[c.index] = _sum(sums[c.index], c) if c.index in sums else c
+        margins = self._margin_quantiles()
+        # (agreement, total, expected)
+        probed = {
+            i: (
+                c.agreed / c.total,
+                c.total,
+                c.expected(margins),
+            )
+            for i, c in sums.items()
+            if c.total
+        }
         found = []
         for i, sublayer in enumerate(sublayers):
             if i in probed:
-                found.append(ItemAgreement(i, *probed[i], True))
+                agreement, total, expected = probed[i]
+                found.append(ItemAgreement(i, agreement, total, True, expected))
                 continue
             known = [j for j in probed if sublayers[j].kind is sublayer.kind]
             if not known:
                 found.append(ItemAgreement(i, 0.0, 0, False))
                 continue
             known.sort()
-            value = float(np.interp(i, known, [probed[j][0] for j in known]))
-            found.append(ItemAgreement(i, value, min(probed[j][1] for j in known), False))
+            agreement, expected = (
+                float(np.interp(i, known, [probed[j][k] for j in known])) for k in (0, 2)
+            )
+            total = min(probed[j][1] for j in known)
+            # a guess between neighbours is no measurement: it counts as little as can be
+            expected = min(expected, expected_agreement(agreement * total, total))
+            found.append(ItemAgreement(i, agreement, total, False, expected))
         return tuple(found)
+
+    def _margin_quantiles(self) -> tuple[float, ...]:
+        if len(self.margins) <= _MARGIN_QUANTILES:
+            return self.margins
+        places = (np.arange(_MARGIN_QUANTILES) + 0.5) / _MARGIN_QUANTILES
+        return tuple(float(m) for m in np.quantile(self.margins, places))
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "counts": [[c.index, c.mode, c.context_tokens, c.agreed, c.total] for c in self.counts],
+            "counts": [
+                [c.index, c.mode, c.context_tokens, c.agreed, c.total, c.shift_sq, c.shifts]
+                for c in self.counts
+            ],
+            "margins": [round(m, 3) for m in self.margins],
             "batch_agreed": self.batch_agreed,
             "batch_total": self.batch_total,
             "runs": self.runs,
@@ -131,12 +212,15 @@ class Fidelity:
     def from_json(cls, data: dict[str, Any], n_sublayers: int) -> Fidelity:
         """The inverse of to_json. Raises one of store.INVALID for anything else."""
         counts = tuple(
-            ItemCount(int(i), str(mode), int(context), int(agreed), int(total))
-            for i, mode, context, agreed, total in data["counts"]
+            ItemCount(
+                int(i), str(mode), int(context), int(agreed), int(total), float(sq), int(shifts)
+            )
+            for i, mode, context, agreed, total, sq, shifts in data["counts"]
         )
         for c in counts:
             known = 0 <= c.index < n_sublayers and 0 <= c.context_tokens <= MAX_COUNT
-            if not (known and 0 <= c.agreed <= c.total):
+            shifts = 0 <= c.shifts <= c.total and 0.0 <= c.shift_sq < math.inf
+            if not (known and shifts and 0 <= c.agreed <= c.total):
                 raise ValueError("a count is impossible")
         found = cls(
             counts,
@@ -144,10 +228,23 @@ class Fidelity:
             int(data["batch_total"]),
             int(data["runs"]),
             tuple(str(note) for note in data["notes"]),
+            tuple(float(m) for m in data["margins"]),
         )
+        if not all(math.isfinite(m) for m in found.margins):
+            raise ValueError("a margin is impossible")
         if found.runs < 0 or not 0 <= found.batch_agreed <= found.batch_total:
             raise ValueError("a count is impossible")
         return found
+
+
+def _sum(a: ItemCount, b: ItemCount) -> ItemCount:
+    return replace(
+        a,
+        agreed=a.agreed + b.agreed,
+        total=a.total + b.total,
+        shift_sq=a.shift_sq + b.shift_sq,
+        shifts=a.shifts + b.shifts,
+    )
 
 
 @dataclass(frozen=True)
@@ -199,39 +296,55 @@ def measure_fidelity(
     n = len(backend.sublayers)
     plans: list[Plan | None] = [None, *(Plan.skipping(n, [i]) for i in indices)]
     window, context = text.window, backend.n_past
-    first, picks, _ = evaluate_plans(
-        backend, window, plans, block_tokens, report=report, enough=enough
-    )
-    target = picks[0, first:]
-    agreed = (picks[1:, first:] == target).sum(axis=1)
+    found = evaluate_plans(backend, window, plans, block_tokens, report=report, enough=enough)
+    first = found.first
+    target = found.tokens[0, first:]
+    agreed = (found.tokens[1:, first:] == target).sum(axis=1)
     own = np.array(window[first + 1 :], dtype=np.int32)  # i32 [window - first - 1]
+    # Where passes of several tokens pick another one than the text has, margins have no meaning.
+    places = first + np.flatnonzero(found.margins[0, first : len(window) - 1] > 0.0)
+    margins = found.margins[0, places]
+    shifts = ((found.margins[1:, places] - margins) ** 2).sum(axis=1)
     notes = []
     if first:
         notes.append(f"items judged on {len(window) - first} tokens: out of time")
-    if len(indices) < n:
-        notes.append(f"{len(indices)} of {n} sublayers probed, the others interpolated")
     count = partial(ItemCount, mode=str(SKIP), context_tokens=context, total=len(target))
     return Fidelity(
-        tuple(count(i, agreed=int(a)) for i, a in zip(indices, agreed, strict=True)),
+        tuple(
+            count(i, agreed=int(a), shift_sq=float(s), shifts=len(places))
+            for i, a, s in zip(indices, agreed, shifts, strict=True)
+        ),
         batch_agreed=int((target[:-1] == own).sum()),
         batch_total=int(own.size),
         runs=1,
         notes=tuple(notes),
+        margins=tuple(float(m) for m in margins)[-_KEPT_MARGINS:],
     )
 
 
 def probed_indices(sublayers: Sequence[SubLayer], stride: int, offset: int = 0) -> list[int]:
     """Every k-th sublayer of each kind from the offset on, and always its first and last two: they
-    differ most. With offsets 0, 1, 2 ... all get their turn."""
+    differ most. With offsets 0, 1, 2 ... all get their turn. Indices are the sublayers' own."""
     by_kind: dict[Kind, list[int]] = {}
-    for i, sublayer in enumerate(sublayers):
-        by_kind.setdefault(sublayer.kind, []).append(i)
+    for sublayer in sublayers:
+        by_kind.setdefault(sublayer.kind, []).append(sublayer.index)
     chosen: set[int] = set()
     for indices in by_kind.values():
         chosen.update(indices[offset % stride :: stride])
         if stride > 1:
             chosen.update([*indices[:2], *indices[-2:]])
     return sorted(chosen)
+
+
+class Evaluated(NamedTuple):
+    """Picks of plans on a window; only columns from `first` on were computed."""
+
+    first: int
+    tokens: NDArray[np.int32]  # i32 [plans, window]
+    probabilities: NDArray[np.float32]  # f32 [plans, window]
+    # f32 [plans, window]: of the window's next token over the best other one, in logits; NaN where
+    # the window has no next token or margins are not known
+    margins: NDArray[np.float32]
 
 
 def evaluate_plans(
@@ -242,8 +355,8 @@ def evaluate_plans(
     *,
     report: Callable[[], None] = lambda: None,
     enough: Callable[[], bool] = lambda: False,
-) -> tuple[int, NDArray[np.int32], NDArray[np.float32]]:
-    """Greedy picks i32 [plans, window] and their probabilities f32 [plans, window].
+) -> Evaluated:
+    """Greedy picks of each plan on the window, the target's own text.
 
     Every block of a plan is computed behind keys of the full model, as a draft is: beside the
     text, as many blocks in a pass as fit, or, where that is impossible, by cutting the cache back.
@@ -258,6 +371,8 @@ def evaluate_plans(
     block = -(-len(window) // blocks)  # of about equal length, so that any one of them says much
     picks = np.zeros((len(plans), len(window)), dtype=np.int32)
     probabilities = np.zeros((len(plans), len(window)), dtype=np.float32)
+    margins = np.full((len(plans), len(window)), np.nan, dtype=np.float32)
+    following = [*window[1:], 0]  # the last one is not looked at
     starts = list(range(0, len(window), block))
     # blocks of a pass
     several = max(1, beside // block)
@@ -273,16 +388,21 @@ def evaluate_plans(
             for row, plan in enumerate(plans):
                 if beside:
                     places = [(start + i, tokens) for i, tokens in zip(group, inputs, strict=True)]
-                    found = backend.evaluate_beside(places, plan)
+                    expected = [following[i : i + block] for i in group]
+                    found = backend.evaluate_beside(places, plan, expected=expected)
                 else:
                     rewind(backend, start + group[0])
-                    found = [backend.evaluate(inputs[0], plan)]
-                for i, (tokens, sure) in zip(group, found, strict=True):
-                    picks[row, i : i + len(tokens)] = tokens
-                    probabilities[row, i : i + len(tokens)] = sure
+                    tokens, sure = backend.evaluate(inputs[0], plan)
+                    unknown = np.full(len(tokens), np.nan, dtype=np.float32)
+                    found = [Beside(tokens, sure, unknown)]
+                for i, part in zip(group, found, strict=True):
+                    end = i + len(part.tokens)
+                    picks[row, i:end], probabilities[row, i:end] = part.tokens, part.probabilities
+                    margins[row, i:end] = part.margins
                 report()
             if enough():
                 break
     finally:
         rewind(backend, min(start, backend.n_past))
-    return group[0], picks, probabilities
+    margins[:, -1] = np.nan
+    return Evaluated(group[0], picks, probabilities, margins)

@@ -97,11 +97,11 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     ),
     # int32_t knapspec_beside(struct llama_context * ctx, const llama_token * tokens,
     #     int32_t n_blocks, const llama_pos * starts, const int32_t * lengths,
-    #     const struct knapspec_sampling * sampling,
+    #     const llama_token * expected, const struct knapspec_sampling * sampling,
     #     llama_token * tokens_out, float * probs_out, float * margins_out);
     "knapspec_beside": (
         _i32,
-        [_p, _i32s, _i32, _i32s, _i32s, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
+        [_p, _i32s, _i32, _i32s, _i32s, _i32s, ctypes.POINTER(Sampling), _i32s, _f32s, _f32s],
     ),
     # int32_t knapspec_n_hidden(struct llama_context * ctx);
     "knapspec_n_hidden": (_i32, [_p]),

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backend import Beside
 from ..closing import Closing
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX
 from ..errors import (
@@ -505,7 +506,8 @@ class LlamaBackend(Closing):
         blocks: Sequence[tuple[int, Sequence[int]]],
         plan: Plan | None = None,
         sampling: Sampling = GREEDY,
-    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        expected: Sequence[Sequence[int]] | None = None,
+    ) -> list[Beside]:
         starts = [start for start, _ in blocks]
         lengths = [len(tokens) for _, tokens in blocks]
         total = sum(lengths)
@@ -516,6 +518,12 @@ class LlamaBackend(Closing):
         for start, length in zip(starts, lengths, strict=True):
             if not 0 <= start <= self._n_past or start + length > self._n_ctx:
                 raise ValueError(f"{length} tokens from {start} on do not lie in the context")
+        if expected is None:
+            wanted = None
+        elif [len(tokens) for tokens in expected] != lengths or sampling.temperature > 0.0:
+            raise ValueError("one token is expected per place, and picked greedily")
+        else:
+            wanted = (ctypes.c_int32 * total)(*(t for tokens in expected for t in tokens))
         with self._alone():
             self._prepare(sampling, plan)
             self._tokens_in[:total] = [token for _, tokens in blocks for token in tokens]
@@ -525,6 +533,7 @@ class LlamaBackend(Closing):
                 len(blocks),
                 (ctypes.c_int32 * len(blocks))(*starts),
                 (ctypes.c_int32 * len(blocks))(*lengths),
+                wanted,
                 self._sampling_ref,
                 self._tokens_out,
                 self._probs_out,
@@ -535,8 +544,10 @@ class LlamaBackend(Closing):
                 self._raise(code, total, self._n_past)
             picks = np.array(self._tokens_out[:total], dtype=np.int32)
             probabilities = np.array(self._probs_out[:total], dtype=np.float32)
+            margins = np.array(self._margins_out[:total], dtype=np.float32)
         ends = np.cumsum(lengths)[:-1]
-        return list(zip(np.split(picks, ends), np.split(probabilities, ends), strict=True))
+        parts = (np.split(row, ends) for row in (picks, probabilities, margins))
+        return [Beside(*part) for part in zip(*parts, strict=True)]
 
     # hidden states
 

@@ -64,9 +64,9 @@ def judge(
         return []
     if len(window) < 2:
         raise ValueError("a window of at least 2 tokens is needed to judge a plan")
-    _, picks, probabilities = evaluate_plans(backend, window, plans, block_tokens, report=report)
+    found = evaluate_plans(backend, window, plans, block_tokens, report=report)
     return [
-        Judgement(plan, (_window(picks[row], probabilities[row], window[1:]),))
+        Judgement(plan, (_window(found.tokens[row], found.probabilities[row], window[1:]),))
         for row, plan in enumerate(plans)
     ]
 
@@ -91,8 +91,8 @@ def judge_beside(
         (start + i, inputs[i : i + block_tokens]) for i in range(0, len(inputs), block_tokens)
     ]
     parts = backend.evaluate_beside(blocks, plan, sampling)
-    picks = [int(p) for part, _ in parts for p in part]
-    probabilities = [float(p) for _, part in parts for p in part]
+    picks = [int(p) for part in parts for p in part.tokens]
+    probabilities = [float(p) for part in parts for p in part.probabilities]
     return Judgement(plan, (_window(picks, probabilities, target),))
 
 

@@ -132,9 +132,10 @@ def _checked(
     return units, cost
 
 
-def solve(items: Sequence[Sequence[Option]]) -> list[Solution]:
+def solve(items: Sequence[Sequence[Option]], *, load: bool = True) -> list[Solution]:
     """`sweep` for items of `Option`s: best choice for every reachable saving, by growing saving.
 
+    Building the tuples takes far longer than solving; `sweep` is for those who want only a few.
     Raises ValueError for an item without options, and for what `sweep` refuses.
     """
     if any(not item for item in items):
@@ -146,7 +147,7 @@ def solve(items: Sequence[Sequence[Option]]) -> list[Solution]:
         for k, option in enumerate(item):
             units[i, k] = option.saving_units
             losses[i, k] = option.loss
-    found = sweep(units, losses)
+    found = sweep(units, losses, load=load)
     return [
         Solution(saving, loss, tuple(options))
         for saving, loss, options in zip(

@@ -13,7 +13,14 @@ from ..config import Config
 from ..decode.rollback import rewind
 from ..errors import ContextError
 from ..latency.costs import Costs
-from ..latency.fidelity import Text, measure_fidelity, probed_indices, shorten, target_text
+from ..latency.fidelity import (
+    Fidelity,
+    Text,
+    measure_fidelity,
+    probed_indices,
+    shorten,
+    target_text,
+)
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import Progress, measure_latency
 from ..latency.rounds import measure_round
@@ -65,10 +72,11 @@ def choose_effort(
         for share in _WINDOW_SHARES
     ]
     most_stride = max(1, n_items // config.measure_min_probes)
+    # Rather few tokens for all sublayers than many for some: margins say much about few tokens, and
+    # nothing about a neighbour.
+    windows.append(_MIN_WINDOW_TOKENS)
     options = [Effort(window, 1) for window in windows]
-    options += [Effort(windows[-1], k) for k in range(2, most_stride + 1)]
-    # The shortest window comes last of all: what it says about an item is coarse.
-    options.append(Effort(_MIN_WINDOW_TOKENS, most_stride))
+    options += [Effort(_MIN_WINDOW_TOKENS, k) for k in range(2, most_stride + 1)]
     for effort in options:
         if effort.expected_ms(step_ms, token_ms, n_items, config) <= budget_ms:
             return effort
@@ -78,14 +86,18 @@ def choose_effort(
 def measure_all(
     backend: Backend,
     latency: LatencyProfile | None,
+    known: Fidelity,
     keep: Callable[[LatencyProfile], None],
     calibration_tokens: Sequence[int],
     config: Config,
     progress: Progress | None,
     clock: Clock,
-) -> tuple[Measured, list[Finalist]]:
-    """Latency unless it is known, fidelity, joint agreement of the shortlist, and real rounds with
-    the best of it. The cache is empty before and after."""
+) -> tuple[Measured, list[Finalist], Fidelity]:
+    """Latency unless it is known, fidelity of what is not in `known` near this context, joint
+    agreement of the shortlist, and real rounds with the best of it; and the new counts alone.
+
+    The cache is empty before and after.
+    """
     if len(calibration_tokens) < 2:
         raise ValueError("the measurement needs at least 2 calibration tokens")
     if backend.n_past:
@@ -125,10 +137,11 @@ def measure_all(
     try:
         prompt, window_room = _prompt(backend, costs, calibration_tokens, budget_ms, config)
         step_ms = costs.step_ms(len(prompt))
+        missing = [s for s in backend.sublayers if not known.covers(s.index, len(prompt))]
         effort = choose_effort(
             step_ms,
             _token_ms(costs, len(prompt)),
-            len(backend.sublayers),
+            len(missing),
             budget_ms - spent_ms(),
             config,
         )
@@ -145,16 +158,24 @@ def measure_all(
 
         stride = effort.probe_stride
         if late():
-            stride = max(stride, len(backend.sublayers) // config.measure_min_probes)
-        fidelity = measure_fidelity(
-            backend,
-            text,
-            probed_indices(backend.sublayers, stride),
-            config.measure_block_tokens,
-            report=report_time(_FIDELITY_SHARE),
-            enough=late,
+            stride = max(stride, len(missing) // config.measure_min_probes)
+        found = Fidelity()
+        if missing:
+            found = measure_fidelity(
+                backend,
+                text,
+                probed_indices(missing, stride),
+                config.measure_block_tokens,
+                report=report_time(_FIDELITY_SHARE),
+                enough=late,
+            )
+        fidelity = known.plus(found)
+        unprobed = sum(not item.probed for item in fidelity.agreements(backend.sublayers))
+        notes = (
+            *_shortened(text, calibration_tokens, step_ms, config),
+            *_interpolated(unprobed, len(backend.sublayers)),
+            *fidelity.notes,
         )
-        notes = (*_shortened(text, calibration_tokens, step_ms, config), *fidelity.notes)
         measured = Measured(costs, text, replace(fidelity, notes=notes))
         finalists = _finalists(
             backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
@@ -162,7 +183,7 @@ def measure_all(
     finally:
         rewind(backend, 0)
     report(1.0)
-    return measured, finalists
+    return measured, finalists, found
 
 
 def _shortened(text: Text, tokens: Sequence[int], step_ms: float, config: Config) -> Iterator[str]:
@@ -171,6 +192,11 @@ def _shortened(text: Text, tokens: Sequence[int], step_ms: float, config: Config
         yield f"measured at a context of {len(text.prompt)} tokens"
     if len(text.window) < config.measure_window_tokens:
         yield f"shortened to {len(text.window)} tokens: one step takes {step_ms:.0f} ms"
+
+
+def _interpolated(unprobed: int, n: int) -> Iterator[str]:
+    if unprobed:
+        yield f"{n - unprobed} of {n} sublayers probed, the others interpolated"
 
 
 def _token_ms(costs: Costs, context_tokens: int) -> float:

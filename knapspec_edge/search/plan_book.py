@@ -22,7 +22,7 @@ from .acceptance import Judgement
 from .buckets import bucket_of, context_of
 from .candidates import candidate_plans, draft_lengths
 from .draft_length import Calibration, ValueRule
-from .throughput import Replay, Window, expected_tokens_geometric, loss, replay, tokens_per_ms
+from .throughput import Replay, Window, expected_tokens_geometric, replay, tokens_per_ms
 
 # Rounds of replay after which the price of time has settled.
 _RATE_ROUNDS = 3
@@ -251,10 +251,7 @@ class PlanBook:
     def single_agreement(self, plan: Plan) -> float:
         """Product of what was measured for each sublayer it leaves out."""
         items = self.fidelity.agreements(self.sublayers)
-        losses = (loss(items[i].agreement, items[i].total) for i in plan.skipped)
-        if any(items[i].total == 0 for i in plan.skipped):
-            return 0.0
-        return math.exp(-sum(losses))
+        return math.exp(-sum(items[i].loss for i in plan.skipped))
 
     # -- on disk -----------------------------------------------------------------------------------
 

@@ -127,9 +127,11 @@ def decide(
         # at once: it need not be repeated if what comes next is interrupted
         kept.save_latency(store, latency_key, profile)
 
+    fidelity_key = kept.fidelity_key(backend, model_key)
+    known = kept.load_fidelity(store, fidelity_key, backend)
     try:
-        measured, finalists = measure_all(
-            backend, latency, keep, calibration_tokens, config, progress, clock
+        measured, finalists, found = measure_all(
+            backend, latency, known, keep, calibration_tokens, config, progress, clock
         )
     except Interrupted:
         raise
@@ -138,9 +140,9 @@ def decide(
     profile = measured.costs.profile
     content = {"latency_at": profile.measured_at, **_to_json(measured, finalists)}
     store.save(key, content)
-    # the text is the same in every setting of a model: counted again it is no further evidence
-    fidelity_key = kept.fidelity_key(backend, model_key)
-    kept.add_fidelity(store, fidelity_key, backend, measured.fidelity, only_first=True)
+    if found.counts:
+        # only what was missing was counted: the text may be that of an earlier measurement
+        kept.add_fidelity(store, fidelity_key, backend, found)
     return choose(measured, finalists, backend.sublayers, config)
 
 

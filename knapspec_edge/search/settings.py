@@ -18,7 +18,6 @@ from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
 from ..records import SubLayer
 from .candidates import candidate_plans, geometric_rate, verification_ms
-from .throughput import loss
 
 # Grows when a stored record means something else than before.
 _SETTINGS = 2
@@ -84,10 +83,7 @@ def _speculation_ms(
 ) -> float:
     if costs.max_width < 2 or not fidelity.counts:
         return costs.step_ms(context_tokens)
-    losses = [
-        loss(item.agreement, item.total) if item.total else math.inf
-        for item in fidelity.agreements(sublayers)
-    ]
+    losses = [item.loss for item in fidelity.agreements(sublayers)]
     verify_ms = verification_ms(costs, context_tokens, config)
     rates = [
         geometric_rate(

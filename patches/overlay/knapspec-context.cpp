@@ -504,6 +504,7 @@ int32_t knapspec_context::beside(
         int32_t                   n_blocks,
         const llama_pos         * starts,
         const int32_t           * lengths,
+        const llama_token       * expected,
         const knapspec_sampling & sampling,
         llama_token             * tokens_out,
         float                   * probs_out,
@@ -514,6 +515,9 @@ int32_t knapspec_context::beside(
     bool    valid    = ctx.memory && ctx.cparams.kv_unified && n_blocks > 0 && n_blocks < LLAMA_MAX_SEQ;
     for (int32_t i = 0; valid && i < n_blocks; ++i) {
         valid = lengths[i] > 0 && starts[i] >= 0 && starts[i] <= n_past && (n_tokens += lengths[i]) <= n_most;
+    }
+    for (int64_t i = 0; valid && expected && i < n_tokens; ++i) {
+        valid = expected[i] >= 0 && expected[i] < (llama_token) ctx.get_model().vocab.n_tokens();
     }
     if (!valid) {
         LLAMA_LOG_ERROR("%s: %d blocks with %lld tokens cannot be evaluated beside %d tokens\n", __func__, n_blocks,
@@ -552,6 +556,15 @@ int32_t knapspec_context::beside(
     }
     if (ret == KNAPSPEC_OK) {
         ret = pick(batch_pos.data(), (int32_t) n_tokens, sampling, tokens_out, probs_out, margins_out);
+    }
+    if (ret == KNAPSPEC_OK && expected) {
+        const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
+        const float * logits  = ctx.get_logits();
+        for (int32_t i = 0; i < (int32_t) n_tokens; ++i, logits += n_vocab) {
+            if (tokens_out[i] != expected[i]) {
+                margins_out[i] = logits[expected[i]] - logits[tokens_out[i]];
+            }
+        }
     }
     for (int32_t i = 0; i < n_blocks; ++i) {
         ctx.memory->seq_rm(i + 1, -1, -1);
@@ -679,11 +692,13 @@ int32_t knapspec_beside(
         int32_t                   n_blocks,
         const llama_pos         * starts,
         const int32_t           * lengths,
+        const llama_token       * expected,
         const knapspec_sampling * sampling,
         llama_token             * tokens_out,
         float                   * probs_out,
         float                   * margins_out) {
-    return knapspec_context::of(ctx).beside(tokens, n_blocks, starts, lengths, *sampling, tokens_out, probs_out, margins_out);
+    return knapspec_context::of(ctx).beside(
+            tokens, n_blocks, starts, lengths, expected, *sampling, tokens_out, probs_out, margins_out);
 }
 
 void knapspec_interrupt(llama_context * ctx) {

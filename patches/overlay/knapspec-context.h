@@ -70,6 +70,7 @@ public:
             int32_t                   n_blocks,
             const llama_pos         * starts,
             const int32_t           * lengths,
+            const llama_token       * expected,
             const knapspec_sampling & sampling,
             llama_token             * tokens_out,
             float                   * probs_out,

@@ -104,13 +104,16 @@ LLAMA_API int32_t knapspec_eval(
 // Evaluate n_blocks blocks of tokens beside sequence 0, in one pass under the current plan: block i holds lengths[i] tokens at
 // positions starts[i] .., behind the first starts[i] tokens of sequence 0, and sees nothing of the other blocks. One pick
 // per token, block after block. Sequence 0 is left as it is; the context needs kv_unified, and as many free cells as there
-// are tokens. KNAPSPEC_NO_SLOT: no free cells, or a sliding-window cache no longer holds the tokens before a block.
+// are tokens. With `expected`, one token per row, a margin is that of the expected token over the best other one, negative
+// where that is picked (greedy only); without, that of the pick. KNAPSPEC_NO_SLOT: no free cells, or a sliding-window cache
+// no longer holds the tokens before a block.
 LLAMA_API int32_t knapspec_beside(
         struct llama_context           * ctx,
         const llama_token              * tokens,
         int32_t                          n_blocks,
         const llama_pos                * starts,
         const int32_t                  * lengths,
+        const llama_token              * expected,
         const struct knapspec_sampling * sampling,
         llama_token                    * tokens_out,
         float                          * probs_out,

@@ -57,7 +57,7 @@ def test_blocks_pick_what_a_shorter_cache_would_have_picked(context: Any) -> Non
         context.evaluate(tokens, None)
         got = context.evaluate_beside(blocks, plan)
         assert context.n_past == 60
-        for (start, block), (picks, probabilities) in zip(blocks, got, strict=True):
+        for (start, block), (picks, probabilities, _) in zip(blocks, got, strict=True):
             wanted, likely = expected(context, tokens, start, len(block), plan)
             assert np.array_equal(picks, wanted)
             assert np.allclose(probabilities, likely, atol=TOLERANCE)
@@ -67,11 +67,11 @@ def test_sampled_picks_use_the_noise_of_their_positions(context: Any) -> None:
     sampling = Sampling(temperature=1.0, seed=7)
     tokens = text(40, context.n_vocab)
     context.evaluate(tokens, None)
-    ((picks, _),) = context.evaluate_beside([(30, tokens[30:40])], None, sampling)
+    ((picks, _, _),) = context.evaluate_beside([(30, tokens[30:40])], None, sampling)
     context.truncate(30)
     wanted = [p.token for p in context.verify(tokens[30:40], sampling)]
     assert picks.tolist() == wanted
-    greedy, _ = context.evaluate_beside([(30, tokens[30:40])])[0]
+    greedy, _, _ = context.evaluate_beside([(30, tokens[30:40])])[0]
     assert picks.tolist() != greedy.tolist()
 
 
@@ -156,7 +156,7 @@ def test_a_sliding_window_is_shared_or_refused_never_wrong(
         opened.prefill(tokens, GREEDY)
         plan = Plan.skipping(len(opened.sublayers), [2])
         start = 1950
-        got, _ = opened.evaluate_beside([(start, tokens[start : start + 30])], plan)[0]
+        got, _, _ = opened.evaluate_beside([(start, tokens[start : start + 30])], plan)[0]
         with pytest.raises(ContextError):
             opened.evaluate_beside([(window, tokens[window : window + 4])])
         opened.truncate(0)

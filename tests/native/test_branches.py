@@ -561,7 +561,7 @@ def test_agreement_of_found_plans_is_that_of_the_judge(demo: Any) -> None:
     assert found.cost.peak_branches == 8
     assert found.survivors[0].judgement.agreement > 0.8
     for survivor in found.survivors:
-        ((picks, _),) = demo.evaluate_beside([(72, reference.inputs)], survivor.plan)
+        ((picks, _, _),) = demo.evaluate_beside([(72, reference.inputs)], survivor.plan)
         agree = tuple(bool(p == t) for p, t in zip(picks, reference.picks, strict=True))
         assert survivor.judgement.agree == agree
     assert demo.n_past == 80
