@@ -240,6 +240,7 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
                 str(plan.draft.max_tokens),
                 f"{plan.agreement:.2f}",
                 f"{plan.agreed}/{plan.total}",
+                f"{plan.drafted_per_round:.2f}",
                 f"{plan.tokens_per_round:.2f}",
                 f"{plan.draft_cost:.2f}",
                 f"{plan.verify_cost:.2f}",
@@ -248,7 +249,7 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
                 "yes" if plan.timed else "no",
             )
         )
-    off = ("off", *("0" for _ in kinds), "0", "", "", "1.00", "", "1.00", "1.00x", "1.00x", "")
+    off = ("off", *("0" for _ in kinds), "0", "", "", "", "1.00", "", "1.00", "1.00x", "1.00x", "")
     ahead = sum(p.ratio > 1.0 for p in outlook.judged) if outlook.state == "on" else 0
     rows.insert(ahead, off)
     columns = (
@@ -257,14 +258,18 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
         "\nγ",
         "\nα",
         "\npicks",
+        "drafted\na round",
         "tokens\na round",
         "draft\nc",
         "verify\nγ + 1",
-        "predicted\nspeed",
+        "\nspeed",
         "geo-\nmetric",
-        "timed in\nrounds",
+        "\ntimed",
     )
-    caption = "Costs in plain steps, speed relative to plain decoding"
+    caption = (
+        "Costs in plain steps, predicted speed relative to plain decoding; timed: costs of real "
+        "rounds"
+    )
     shown = [Table(columns, tuple(rows), caption)]
     most = max(len(p.acceptance) for p in outlook.judged)
     if most:
