@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
+from ..latency.fidelity import Text
 from ..records import FULL, SKIP, Draft, Plan, SubLayer
 from .candidates import Cut, cuts, draft_lengths
 from .judged import Alternative, Measured
@@ -97,13 +98,18 @@ class Outlook:
     curve: tuple[CurvePoint, ...]  # by growing saving
     judged: tuple[JudgedPlan, ...]  # best first
     margin: float  # predicted gain that auto asks for
-    window_tokens: int  # of the target's text, on which items and plans were judged
+    text: Text  # the target's own, on which items and plans were judged
     batch_agreement: float  # share in which a pass of several tokens picks what single steps pick
     latency_contexts: tuple[int, ...]  # at which steps were timed
     measured_at: float  # seconds since 1970
     from_cache: bool
     settings: Mapping[str, Any]
     notes: tuple[str, ...]
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of the text behind its prompt."""
+        return len(self.text.window)
 
     @property
     def best(self) -> JudgedPlan | None:
@@ -231,7 +237,7 @@ def outlook(
         curve=_curve(found, costs, context, sublayers, config),
         judged=judged,
         margin=config.plan_margin,
-        window_tokens=len(measured.text.window),
+        text=measured.text,
         batch_agreement=measured.fidelity.batch_agreement,
         latency_contexts=costs.profile.contexts,
         measured_at=costs.profile.measured_at,
