@@ -27,7 +27,7 @@ from ..latency.rounds import measure_round
 from ..latency.timing import Clock
 from ..records import GREEDY, Plan
 from .acceptance import Judgement, judge
-from .candidates import candidate_plans
+from .generators import KNAPSPEC, propose
 from .judged import Finalist, Measured, best_length
 
 # Rounds timed per finalist, where the model is fast enough.
@@ -95,6 +95,7 @@ def measure_all(
     config: Config,
     progress: Progress | None,
     clock: Clock,
+    policy: str = KNAPSPEC,
 ) -> tuple[Measured, list[Finalist], Fidelity]:
     """Latency unless it is known, fidelity of what is not in `known` near this context, joint
     agreement of the shortlist, and real rounds with the best of it; and the new counts alone.
@@ -181,7 +182,7 @@ def measure_all(
         )
         measured = Measured(costs, text, replace(fidelity, notes=notes))
         finalists = _finalists(
-            backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
+            backend, measured, config, clock, report, policy, hurry=spent_ms() > budget_ms
         )
     finally:
         rewind(backend, 0)
@@ -237,13 +238,14 @@ def _finalists(
     config: Config,
     clock: Clock,
     report: Callable[[float], None],
+    policy: str,
     *,
     hurry: bool,
 ) -> list[Finalist]:
     """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
-    plans = candidate_plans(
-        measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers, config
-    )
+    share = 0.0 if hurry else config.dp_measure_share
+    budget_ms = 1000.0 * share * config.measure_budget_seconds
+    plans = propose(backend, measured, config, budget_ms, policy)
     n_finalists = config.plan_finalists
     if hurry:
         # Out of time: neither the shallowest nor the deepest, and only one is timed.
