@@ -219,7 +219,7 @@ def _curve(outlook: Outlook) -> Table:
     )
     caption = (
         f"The best of {counted(len(outlook.curve), 'cut')} by the knapsack, in parts; α as product "
-        "of singles, speed by the geometric model relative to plain decoding"
+        "of what singles let expect, speed by the geometric model"
     )
     return Table((*columns, "\nα", "best\nγ", "predicted\nspeed", "\n"), rows, caption)
 
@@ -325,7 +325,7 @@ def _certified(found: Certification) -> Section:
 def _basis(report: PlanReport) -> Section:
     outlook = report.outlook
     best = outlook.best
-    judged = f"single skips on {_tokens(outlook.window_tokens)} of the model's own text"
+    judged = f"single skips on {_range(outlook)} tokens of the model's own text"
     if best is not None:
         judged += f", the best plan on {best.total}"
     judged += (
@@ -411,11 +411,12 @@ def to_json(report: PlanReport) -> dict[str, Any]:
                    (of sublayers neither run nor skipped), draft_max_tokens, draft_min_probability
     step_ms, tokens_per_second, head_ms, rest_ms: a plain step at this context
     items          one per sublayer: index, layer, kind, mode (in the plan), cost_ms, share,
-                   agreement, agreed (null: interpolated), total, interval (95 %)
-    curve          the knapsack's plan for every saving: skipped, n_skipped (by kind), saved_share,
-                   alpha (product of single agreements), draft_tokens (best γ), ratio (predicted
-                   speed relative to plain decoding, geometric), efficient (no plan that saves as
-                   much has a larger alpha)
+                   agreement (as counted), expected (elsewhere), agreed (null: interpolated), total,
+                   interval (95 %)
+    curve          the knapsack's plan for every saving that is not beaten in both saving and alpha:
+                   skipped, n_skipped (by kind), saved_share, alpha (product of what single skips
+                   let expect), draft_tokens (best γ), ratio (predicted speed relative to plain
+                   decoding, geometric)
     judged         best first: the keys of plan, n_skipped, agreement, agreed, total, interval,
                    acceptance (p_1..p_γ), tokens_per_round, drafted_per_round; in plain steps
                    draft_cost (c), verify_cost (γ + 1 tokens), verify_slope (s, at its smallest);
@@ -451,6 +452,12 @@ def to_json(report: PlanReport) -> dict[str, Any]:
 
 def _tokens(n: int) -> str:
     return f"{n:,} token{'' if n == 1 else 's'}"
+
+
+def _range(outlook: Outlook) -> str:
+    """How many picks single skips were judged on."""
+    totals = sorted({i.total for i in outlook.items if i.agreed is not None}) or [0]
+    return str(totals[0]) if len(totals) == 1 else f"{totals[0]} to {totals[-1]}"
 
 
 def _ago(seconds: float) -> str:
