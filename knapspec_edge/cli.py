@@ -626,6 +626,11 @@ def profile(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
+@_option(
+    "--certify",
+    is_flag=True,
+    help="Also show at how many positions the cosine of the states alone guarantees the token.",
+)
 @click.option("--save", metavar="FILE", help="Write the best draft as a plan file for --spec FILE.")
 @_with(*_MODEL_OPTIONS, *_OUTPUT_OPTIONS)
 def plan(
@@ -635,6 +640,7 @@ def plan(
     budget: float | None,
     as_json: bool,
     plot: str | None,
+    certify: bool,
     save: str | None,
     quiet: bool,
     verbose: bool,
@@ -683,6 +689,7 @@ def plan(
                 flash_attn=options["flash_attn"],
                 template=options["template"],
                 policy=policy,
+                certify=certify,
             ),
             terminal.progress,
             warn=terminal.warning,

@@ -31,6 +31,7 @@ _STAGES = {
     "measure": "measuring this machine (once)",
     "profile": "measuring passes",
     "fidelity": "measuring what sublayers contribute",
+    "certify": "comparing states of plans",
     "prompt": "reading the prompt",
     "compare": "comparing, answer by answer",
     "check": "checking the file",

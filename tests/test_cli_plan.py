@@ -86,11 +86,11 @@ def test_without_a_model_it_is_the_demo(planned: Planned) -> None:
 def test_options_reach_the_planner(planned: Planned) -> None:
     arguments = (
         "m.gguf --at 3000 --ctx 8192 --budget 12.5 --threads 3 --gpu-layers 7 --kv-type q8_0 "
-        "--flash-attn on --template chatml --policy knapspec"
+        "--flash-attn on --template chatml --policy knapspec --certify"
     )
     assert invoke(*arguments.split()).exit_code == 0
     assert planned.calls[-1][1] == Options(
-        3000, 8192, 12.5, 3, 7, "q8_0", "on", "chatml", "knapspec"
+        3000, 8192, 12.5, 3, 7, "q8_0", "on", "chatml", "knapspec", True
     )
 
 
@@ -165,6 +165,19 @@ def test_a_busy_machine_is_one_line_after_what_it_measured(
     assert json.loads(result.stdout)["disturbed"] is True
     assert result.stderr == f"knapspec-edge: error: {reason}\n"
     assert not path.exists(), "a plan that rests on noise"
+
+
+def test_what_could_not_be_certified_is_one_line_after_the_plan(planned: Planned) -> None:
+    planned.report = plan_report(
+        uncertified="no certificate for this model: something lies between"
+    )
+    result = invoke("m.gguf", "--certify")
+    assert result.exit_code == 1
+    assert "Judged plans" in result.stdout
+    assert "cosine" not in result.stdout
+    assert result.stderr == (
+        "knapspec-edge: error: no certificate for this model: something lies between\n"
+    )
 
 
 # -- files

@@ -14,6 +14,7 @@ from rich.console import Console
 from sample_plan import block_outlook, plan_report, sample_outlook
 
 from knapspec_edge.apps import plots
+from knapspec_edge.apps.certify import Certification, PlanCertificate
 from knapspec_edge.apps.plan import PlanReport
 from knapspec_edge.apps.plan_report import CURVE_ROWS, picture, renderables, slots, title, to_json
 from knapspec_edge.apps.plots.plan import drawing
@@ -216,6 +217,33 @@ def test_json_has_everything() -> None:
     assert len(data["judged"]) == 3
     odd = to_json(plan_report(sample_outlook(rest_ms=float("nan"))))
     assert odd["rest_ms"] is None
+
+
+def test_the_certificate_stands_beside_what_was_measured() -> None:
+    outlook = sample_outlook()
+    plans = tuple(
+        PlanCertificate(judged.draft.plan, 40, 38 - n, 5 - n, 2 - n, n, 0.99 - 0.01 * n)
+        for n, judged in enumerate(outlook.judged)
+    )
+    found = Certification(512, 40, 576, 49_152, 1.0, 5e-5, 7e-6, plans)
+    report = plan_report(outlook, certification=found)
+    text = text_of(report)
+    start = text.index("What the cosine alone guarantees")
+    assert text[start : text.index("\n\n", start)].split("\n") == [
+        "What the cosine alone guarantees",
+        "Share of 40 positions, by the states in front of the head (576 dimensions, 49,152 tokens)",
+        "       measured         guaranteed         as          median",
+        "plan  agreement  picks       tight  published  broken  cosine",
+        "   1       0.95  38/40       0.125      0.050       0  0.9900",
+        "   2       0.93  37/40       0.100      0.025       1  0.9800",
+        "   3       0.90  36/40       0.075      0.000       2  0.9700",
+        "needed  the median position takes a cosine of 0.999950 (as published 0.999993)",
+    ]
+    data = to_json(report)["certificate"]
+    assert data["plans"][1]["guaranteed_tight"] == 0.1
+    assert to_json(plan_report())["certificate"] is None
+    none = text_of(plan_report(outlook, certification=replace(found, plans=())))
+    assert "needed  the median position" in none
 
 
 # -- plots

@@ -36,7 +36,6 @@ from knapspec_edge.search.throughput import (
     can_pay,
     expected_tokens,
     expected_tokens_geometric,
-    loss,
     replay,
     tokens_per_ms,
 )
@@ -150,11 +149,6 @@ class TestThroughput:
         assert result.drafted_per_round == 2.0
         assert result.ms_per_token == pytest.approx((5.0 + 5.0) / 3.0)
         assert result.acceptance == (0.5, 0.0)
-
-    def test_losses_add_up_to_a_product(self) -> None:
-        assert math.exp(-(loss(0.9, 10**6) + loss(0.8, 10**6))) == pytest.approx(0.72, rel=1e-4)
-        assert loss(1.0, 48) > loss(1.0, 1000) > 0.0
-        assert loss(0.0, 48) < math.inf
 
 
 options = st.lists(

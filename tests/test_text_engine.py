@@ -23,6 +23,7 @@ from knapspec_edge.errors import (
     Interrupted,
     KnapspecError,
     ModelError,
+    NativeError,
     PlanError,
     UsageError,
 )
@@ -520,3 +521,40 @@ def test_a_model_file_that_is_gone_does_not_keep_an_engine_open(
         monkeypatch.setattr(gguf_check, "fingerprint", gone)
         assert engine.fingerprint() == "f" * 32
     assert closed == ["context", "model"]
+
+
+def test_a_plan_at_a_context_leaves_the_answers_alone() -> None:
+    engine = scripted_engine(n_ctx=256)
+    shares: list[float | None] = []
+    outlook = engine.plan(100, budget_seconds=0.5, progress=lambda _, share: shares.append(share))
+    assert outlook.context_tokens == 100
+    assert outlook.sublayers == engine.backend.sublayers
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert engine.speculation.state == "off"
+    assert engine.backend.n_past == 0
+    answer = engine.chat([{"role": "user", "content": "Hello"}])
+    assert "".join(event.text for event in answer) == "You said: Hello"
+
+
+def test_a_plan_that_cannot_be_made_is_one_line() -> None:
+    refused = scripted_engine(refusal="its layers are recurrent")
+    with pytest.raises(PlanError, match=r"^the model cannot be planned for: its layers are rec"):
+        refused.plan(100)
+    engine = scripted_engine(n_ctx=256)
+    fake_of(engine).fail_at[3] = NativeError("graph allocation failed")
+    with pytest.raises(PlanError, match="the measurement failed: graph allocation failed"):
+        engine.plan(100, budget_seconds=0.5)
+    for n in (0, 1, -7):
+        with pytest.raises(UsageError, match="at least 2"):
+            engine.plan(n)
+    with pytest.raises(UsageError, match="takes a context of 1074, .*; this one has 256; raise"):
+        engine.plan()  # config.expected_context_tokens
+
+
+def test_a_plan_can_be_interrupted_and_made_again() -> None:
+    engine = scripted_engine(n_ctx=256)
+    fake_of(engine).fail_at[5] = interrupted()
+    with pytest.raises(Interrupted):
+        engine.plan(100, budget_seconds=0.5)
+    assert engine.plan(100, budget_seconds=0.5).context_tokens == 100

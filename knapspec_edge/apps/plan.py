@@ -13,9 +13,10 @@ from pathlib import Path
 
 from ..config import DEFAULTS, Config
 from ..engine import Engine, Progress
-from ..errors import PlanError, UsageError
+from ..errors import ModelError, PlanError, UsageError
 from ..search import plan_file, planner
 from ..search.outlook import Outlook
+from .certify import Certification, certify
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Options:
     flash_attn: str = "auto"
     template: str | None = None
     policy: str = "knapspec"
+    certify: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class PlanReport:
     outlook: Outlook
     elapsed_seconds: float
     shown_at: float  # seconds since 1970
+    certification: Certification | None = None  # of the judged plans, in their order
+    uncertified: str | None = None  # why there is none although it was asked for
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -60,13 +64,17 @@ def run(
     """Decide for one context, by what is kept about it or by measuring.
 
     `warn` takes each warning when it is due; the report lists them all. Raises what Engine.open and
-    Engine.plan raise; what had been measured when it was interrupted is kept.
+    Engine.plan raise, and ModelError for a certificate of a model whose head cannot be read; what
+    had been measured when it was interrupted is kept.
     """
-    from .. import gguf_check
+    from .. import gguf_check, gguf_head
 
     started = time.monotonic()
     at_tokens = options.at_tokens or config.expected_context_tokens
     info = gguf_check.inspect(Path(model_path))
+    # what cannot be certified is said before anything is measured
+    head = gguf_head.GgufHead(info) if options.certify else None
+    certification, uncertified = None, None
     warnings: list[str] = []
 
     def pass_on(engine: Engine) -> None:
@@ -91,6 +99,19 @@ def run(
         pass_on(engine)
         outlook = engine.plan(at_tokens, budget_seconds=options.budget_seconds, progress=progress)
         pass_on(engine)
+        if head is not None:
+            plans = [judged.draft.plan for judged in outlook.judged]
+            try:
+                with engine.interruptible():
+                    certification = certify(
+                        engine.backend,
+                        head,
+                        plans,
+                        outlook.text,
+                        progress=lambda share: progress("certify", share),
+                    )
+            except ModelError as error:
+                uncertified = str(error)
         return PlanReport(
             model=engine.name,
             path=str(info.path),
@@ -101,6 +122,8 @@ def run(
             outlook=outlook,
             elapsed_seconds=time.monotonic() - started,
             shown_at=time.time(),
+            certification=certification,
+            uncertified=uncertified,
             warnings=tuple(warnings),
         )
 
@@ -131,9 +154,15 @@ def context_size(
 
 
 def check(report: PlanReport) -> None:
-    """Raises PlanError where the machine was too busy for the figures to be believed."""
+    """After the report: raises what keeps it from being all that was asked for, in one line.
+
+    PlanError where the machine was too busy for the figures to be believed, ModelError where plans
+    could not be certified.
+    """
     if report.outlook.disturbed:
         raise PlanError(report.outlook.reason.removeprefix("off: "))
+    if report.uncertified is not None:
+        raise ModelError(report.uncertified)
 
 
 def save(report: PlanReport, path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..records import Kind, SubLayer
 from ..search.outlook import CurvePoint, Item, JudgedPlan, Outlook
+from .certify import Certification
 from .plan import PlanReport
 from .report import (
     Facts,
@@ -52,6 +53,8 @@ def sections(report: PlanReport) -> list[Section]:
         found.append(Section("What skipping could gain", (_curve(outlook),)))
     if outlook.judged:
         found.append(Section("Judged plans", _judged(outlook)))
+    if report.certification is not None:
+        found.append(_certified(report.certification))
     found.append(_basis(report))
     if outlook.notes:
         notes = tuple(("", clean(note)) for note in outlook.notes)
@@ -216,7 +219,7 @@ def _curve(outlook: Outlook) -> Table:
     )
     caption = (
         f"The best of {counted(len(outlook.curve), 'cut')} by the knapsack, in parts; α as product "
-        "of singles, speed by the geometric model relative to plain decoding"
+        "of what singles let expect, speed by the geometric model"
     )
     return Table((*columns, "\nα", "best\nγ", "predicted\nspeed", "\n"), rows, caption)
 
@@ -237,6 +240,7 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
                 str(plan.draft.max_tokens),
                 f"{plan.agreement:.2f}",
                 f"{plan.agreed}/{plan.total}",
+                f"{plan.drafted_per_round:.2f}",
                 f"{plan.tokens_per_round:.2f}",
                 f"{plan.draft_cost:.2f}",
                 f"{plan.verify_cost:.2f}",
@@ -245,7 +249,7 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
                 "yes" if plan.timed else "no",
             )
         )
-    off = ("off", *("0" for _ in kinds), "0", "", "", "1.00", "", "1.00", "1.00x", "1.00x", "")
+    off = ("off", *("0" for _ in kinds), "0", "", "", "", "1.00", "", "1.00", "1.00x", "1.00x", "")
     ahead = sum(p.ratio > 1.0 for p in outlook.judged) if outlook.state == "on" else 0
     rows.insert(ahead, off)
     columns = (
@@ -254,14 +258,18 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
         "\nγ",
         "\nα",
         "\npicks",
+        "drafted\na round",
         "tokens\na round",
         "draft\nc",
         "verify\nγ + 1",
-        "predicted\nspeed",
+        "\nspeed",
         "geo-\nmetric",
-        "timed in\nrounds",
+        "\ntimed",
     )
-    caption = "Costs in plain steps, speed relative to plain decoding"
+    caption = (
+        "Costs in plain steps, predicted speed relative to plain decoding; timed: costs of real "
+        "rounds"
+    )
     shown = [Table(columns, tuple(rows), caption)]
     most = max(len(p.acceptance) for p in outlook.judged)
     if most:
@@ -279,10 +287,45 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
     return tuple(shown)
 
 
+def _certified(found: Certification) -> Section:
+    rows = tuple(
+        (
+            str(n),
+            f"{plan.agreement:.2f}",
+            f"{plan.agreed}/{plan.positions}",
+            f"{plan.tight_share:.3f}",
+            f"{plan.loose_share:.3f}",
+            str(plan.broken),
+            f"{plan.cosine:.4f}",
+        )
+        for n, plan in enumerate(found.plans, start=1)
+    )
+    columns = (
+        "\nplan",
+        "measured\nagreement",
+        "\npicks",
+        "guaranteed\ntight",
+        "as\npublished",
+        "\nbroken",
+        "median\ncosine",
+    )
+    caption = (
+        f"Share of {found.positions} positions, by the states in front of the head "
+        f"({found.n_embd} dimensions, {found.n_vocab:,} tokens)"
+    )
+    room = (
+        f"the median position takes a cosine of {1.0 - found.room_tight:.6f} (as published "
+        f"{1.0 - found.room_loose:.6f})"
+    )
+    parts: list[Table | Facts] = [Table(columns, rows, caption)] if rows else []
+    parts.append(Facts((("needed", room),)))
+    return Section("What the cosine alone guarantees", tuple(parts))
+
+
 def _basis(report: PlanReport) -> Section:
     outlook = report.outlook
     best = outlook.best
-    judged = f"single skips on {_tokens(outlook.window_tokens)} of the model's own text"
+    judged = f"single skips on {_range(outlook)} tokens of the model's own text"
     if best is not None:
         judged += f", the best plan on {best.total}"
     judged += (
@@ -368,11 +411,12 @@ def to_json(report: PlanReport) -> dict[str, Any]:
                    (of sublayers neither run nor skipped), draft_max_tokens, draft_min_probability
     step_ms, tokens_per_second, head_ms, rest_ms: a plain step at this context
     items          one per sublayer: index, layer, kind, mode (in the plan), cost_ms, share,
-                   agreement, agreed (null: interpolated), total, interval (95 %)
-    curve          the knapsack's plan for every saving: skipped, n_skipped (by kind), saved_share,
-                   alpha (product of single agreements), draft_tokens (best γ), ratio (predicted
-                   speed relative to plain decoding, geometric), efficient (no plan that saves as
-                   much has a larger alpha)
+                   agreement (as counted), expected (elsewhere), agreed (null: interpolated), total,
+                   interval (95 %)
+    curve          the knapsack's plan for every saving that is not beaten in both saving and alpha:
+                   skipped, n_skipped (by kind), saved_share, alpha (product of what single skips
+                   let expect), draft_tokens (best γ), ratio (predicted speed relative to plain
+                   decoding, geometric)
     judged         best first: the keys of plan, n_skipped, agreement, agreed, total, interval,
                    acceptance (p_1..p_γ), tokens_per_round, drafted_per_round; in plain steps
                    draft_cost (c), verify_cost (γ + 1 tokens), verify_slope (s, at its smallest);
@@ -380,7 +424,11 @@ def to_json(report: PlanReport) -> dict[str, Any]:
     measurement    window_tokens, batch_agreement, latency_contexts, measured_at (seconds since
                    1970), from_cache, settings
     notes
+    certificate    null unless it was asked for: positions, dimension, vocabulary, head_agreement,
+                   median_room_tight and _loose (1 - the cosine that is needed), plans in the order
+                   of judged: agreement, guaranteed_tight, guaranteed_loose, broken, median_cosine
     """
+    certification = report.certification
     data = {
         "model": {
             "name": report.model,
@@ -392,6 +440,7 @@ def to_json(report: PlanReport) -> dict[str, Any]:
         "settings_reason": report.settings_reason,
         "elapsed_seconds": report.elapsed_seconds,
         **report.outlook.to_json(),
+        "certificate": None if certification is None else certification.to_json(),
         "warnings": list(report.warnings),
     }
     plain: dict[str, Any] = finite(data)
@@ -403,6 +452,12 @@ def to_json(report: PlanReport) -> dict[str, Any]:
 
 def _tokens(n: int) -> str:
     return f"{n:,} token{'' if n == 1 else 's'}"
+
+
+def _range(outlook: Outlook) -> str:
+    """How many picks single skips were judged on."""
+    totals = sorted({i.total for i in outlook.items if i.agreed is not None}) or [0]
+    return str(totals[0]) if len(totals) == 1 else f"{totals[0]} to {totals[-1]}"
 
 
 def _ago(seconds: float) -> str:

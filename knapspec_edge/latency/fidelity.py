@@ -24,6 +24,8 @@ from .store import MAX_COUNT
 _KEPT_HEAD_TOKENS = 8
 # How many counted places the changes of the margins are worth.
 _PRIOR_PLACES = 16.0
+# Contexts that differ by less than this factor share their counts.
+_NEAR = 3.0
 # No item is believed to be more harmless than this.
 _LEAST_MISS = 1e-6
 # Margins of the target's picks that are kept, and that stand for them in sums.
@@ -108,6 +110,17 @@ class Fidelity:
     def batch_agreement(self) -> float:
         """Share in which a pass of several tokens picks what single steps pick."""
         return self.batch_agreed / self.batch_total if self.batch_total else 1.0
+
+    def covers(self, index: int, context_tokens: int) -> bool:
+        """Whether skipping this sublayer was counted at a context within a factor of `_NEAR`."""
+        return any(
+            c.index == index
+            and c.mode == str(SKIP)
+            and c.total
+            and c.context_tokens <= _NEAR * context_tokens
+            and context_tokens <= _NEAR * c.context_tokens
+            for c in self.counts
+        )
 
     def plus(self, other: Fidelity) -> Fidelity:
         """Both together; notes are those of `other`."""
@@ -295,8 +308,6 @@ def measure_fidelity(
     notes = []
     if first:
         notes.append(f"items judged on {len(window) - first} tokens: out of time")
-    if len(indices) < n:
-        notes.append(f"{len(indices)} of {n} sublayers probed, the others interpolated")
     count = partial(ItemCount, mode=str(SKIP), context_tokens=context, total=len(target))
     return Fidelity(
         tuple(
@@ -313,10 +324,10 @@ def measure_fidelity(
 
 def probed_indices(sublayers: Sequence[SubLayer], stride: int, offset: int = 0) -> list[int]:
     """Every k-th sublayer of each kind from the offset on, and always its first and last two: they
-    differ most. With offsets 0, 1, 2 ... all get their turn."""
+    differ most. With offsets 0, 1, 2 ... all get their turn. Indices are the sublayers' own."""
     by_kind: dict[Kind, list[int]] = {}
-    for i, sublayer in enumerate(sublayers):
-        by_kind.setdefault(sublayer.kind, []).append(i)
+    for sublayer in sublayers:
+        by_kind.setdefault(sublayer.kind, []).append(sublayer.index)
     chosen: set[int] = set()
     for indices in by_kind.values():
         chosen.update(indices[offset % stride :: stride])

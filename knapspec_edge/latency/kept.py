@@ -93,18 +93,10 @@ def add_fidelity(
     key: Mapping[str, Any],
     backend: Backend,
     found: Fidelity,
-    *,
-    only_first: bool = False,
 ) -> Fidelity:
-    """Add a run's counts to what is stored; all of them together.
-
-    `only_first`: only where nothing is stored yet. Counts on the same text twice would look like
-    twice the evidence.
-    """
+    """Add a run's counts to what is stored; all of them together."""
     with store.updating():
         known = load_fidelity(store, key, backend)
-        if only_first and known.runs:
-            return known
         total = known.plus(found)
         store.save(key, total.to_json())
     return total

@@ -9,11 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
 from ..latency.fidelity import Fidelity
-from ..records import FULL, SKIP, Mode, Plan, SubLayer
-from .knapsack import Option, solve
+from ..records import FULL, SKIP, Plan, SubLayer
+from .knapsack import Sweep, sweep
 from .throughput import expected_tokens_geometric, tokens_per_ms
 
 
@@ -34,28 +37,43 @@ def cuts(
     sublayers: tuple[SubLayer, ...],
     config: Config = DEFAULTS,
 ) -> list[Cut]:
-    """One for every saving that can be reached, ascending."""
-    weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
-    modes: list[tuple[Mode, ...]] = []
-    items: list[tuple[Option, ...]] = []
-    for item in fidelity.agreements(sublayers):
-        # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
-        units = 1 if costs.blind else int(weights[item.index])
-        if units >= 1 and item.agreement >= config.plan_floor_agreement:
-            modes.append((FULL, SKIP))
-            items.append((Option(0, 0.0), Option(units, item.loss)))
-        else:
-            modes.append((FULL,))
-            items.append((Option(0, 0.0),))
+    """One for every saving that no other cut beats in both saving and agreement, ascending."""
+    found = _sweep(costs, fidelity, context_tokens, sublayers, config)
     return [
         Cut(
-            Plan(tuple(m[k] for m, k in zip(modes, solution.options, strict=True))),
-            solution.saving_units,
-            math.exp(-solution.loss),
+            _plan(found.options[row]),
+            int(found.saving_units[row]),
+            math.exp(-float(found.losses[row])),
         )
-        for solution in solve(items)
-        if solution.saving_units > 0
+        for row in range(len(found))
     ]
+
+
+def _sweep(
+    costs: Costs,
+    fidelity: Fidelity,
+    context_tokens: int,
+    sublayers: tuple[SubLayer, ...],
+    config: Config,
+) -> Sweep:
+    """Option 0 of an item is full, 1 skip; rows that save something, ascending."""
+    weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
+    units = np.zeros((len(sublayers), 2), dtype=np.int64)
+    losses = np.zeros((len(sublayers), 2), dtype=np.float64)
+    losses[:, 1] = np.inf
+    for item in fidelity.agreements(sublayers):
+        # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
+        weight = 1 if costs.blind else int(weights[item.index])
+        if weight >= 1 and item.agreement >= config.plan_floor_agreement:
+            units[item.index, 1], losses[item.index, 1] = weight, item.loss
+    # Importing the compiler takes longer than solving without it; whoever has loaded it gets it.
+    found = sweep(units, losses, front=True, load=False)
+    saving = found.saving_units > 0
+    return Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
+
+
+def _plan(options: NDArray[np.int16]) -> Plan:
+    return Plan(tuple(SKIP if option else FULL for option in options.tolist()))
 
 
 def candidate_plans(
@@ -72,19 +90,23 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    found = cuts(costs, fidelity, context_tokens, sublayers, config)
-    if not found:
+    found = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    if not len(found):
         return []
     verify_ms = verification_ms(costs, context_tokens, config)
-    deepest = found[-1].saving_units
-    best: dict[int, tuple[float, Plan]] = {}
-    for cut in found:
-        draft_ms = costs.draft_ms(cut.plan, context_tokens)
-        rate = geometric_rate(draft_ms, cut.agreement, verify_ms)
-        part = math.isqrt(config.plan_shortlist**2 * (cut.saving_units - 1) // deepest)
+    savings_ms = np.array([costs.saving_ms(i, context_tokens) for i in range(len(sublayers))])
+    drafts_ms = costs.step_ms(context_tokens) - found.options @ savings_ms  # f64 [rows]
+    least_ms = costs.draft_ms(Plan((SKIP,) * len(sublayers)), context_tokens)
+    deepest = int(found.saving_units[-1])
+    best: dict[int, tuple[float, int]] = {}
+    for row in range(len(found)):
+        draft_ms = max(least_ms, float(drafts_ms[row]))
+        rate = geometric_rate(draft_ms, math.exp(-float(found.losses[row])), verify_ms)
+        saving = int(found.saving_units[row])
+        part = math.isqrt(config.plan_shortlist**2 * (saving - 1) // deepest)
         if part not in best or rate > best[part][0]:
-            best[part] = (rate, cut.plan)
-    return [plan for _, (_, plan) in sorted(best.items())]
+            best[part] = (rate, row)
+    return [_plan(found.options[row]) for _, (_, row) in sorted(best.items())]
 
 
 def verification_ms(

@@ -13,14 +13,21 @@ from ..config import Config
 from ..decode.rollback import rewind
 from ..errors import ContextError
 from ..latency.costs import Costs
-from ..latency.fidelity import Text, measure_fidelity, probed_indices, shorten, target_text
+from ..latency.fidelity import (
+    Fidelity,
+    Text,
+    measure_fidelity,
+    probed_indices,
+    shorten,
+    target_text,
+)
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import Progress, measure_latency
 from ..latency.rounds import measure_round
 from ..latency.timing import Clock
 from ..records import GREEDY, Plan
 from .acceptance import Judgement, judge
-from .candidates import candidate_plans
+from .generators import KNAPSPEC, propose
 from .judged import Finalist, Measured, best_length
 
 # Rounds timed per finalist, where the model is fast enough.
@@ -65,12 +72,16 @@ def choose_effort(
         for share in _WINDOW_SHARES
     ]
     most_stride = max(1, n_items // config.measure_min_probes)
+    # Rather few tokens for all sublayers than many for some: margins say much about few tokens, and
+    # nothing about a neighbour.
+    windows.append(_MIN_WINDOW_TOKENS)
     options = [Effort(window, 1) for window in windows]
-    options += [Effort(windows[-1], k) for k in range(2, most_stride + 1)]
-    # The shortest window comes last of all: what it says about an item is coarse.
-    options.append(Effort(_MIN_WINDOW_TOKENS, most_stride))
+    options += [Effort(_MIN_WINDOW_TOKENS, k) for k in range(2, most_stride + 1)]
     for effort in options:
-        if effort.expected_ms(step_ms, token_ms, n_items, config) <= budget_ms:
+        # What is never probed is hardly ever left out: worth half as much time again.
+        whole = effort.probe_stride == 1 and effort.window_tokens == _MIN_WINDOW_TOKENS
+        most_ms = config.measure_overrun * budget_ms if whole else budget_ms
+        if effort.expected_ms(step_ms, token_ms, n_items, config) <= most_ms:
             return effort
     return options[-1]
 
@@ -78,14 +89,19 @@ def choose_effort(
 def measure_all(
     backend: Backend,
     latency: LatencyProfile | None,
+    known: Fidelity,
     keep: Callable[[LatencyProfile], None],
     calibration_tokens: Sequence[int],
     config: Config,
     progress: Progress | None,
     clock: Clock,
-) -> tuple[Measured, list[Finalist]]:
-    """Latency unless it is known, fidelity, joint agreement of the shortlist, and real rounds with
-    the best of it. The cache is empty before and after."""
+    policy: str = KNAPSPEC,
+) -> tuple[Measured, list[Finalist], Fidelity]:
+    """Latency unless it is known, fidelity of what is not in `known` near this context, joint
+    agreement of the shortlist, and real rounds with the best of it; and the new counts alone.
+
+    The cache is empty before and after.
+    """
     if len(calibration_tokens) < 2:
         raise ValueError("the measurement needs at least 2 calibration tokens")
     if backend.n_past:
@@ -125,17 +141,18 @@ def measure_all(
     try:
         prompt, window_room = _prompt(backend, costs, calibration_tokens, budget_ms, config)
         step_ms = costs.step_ms(len(prompt))
+        missing = [s for s in backend.sublayers if not known.covers(s.index, len(prompt))]
         effort = choose_effort(
             step_ms,
             _token_ms(costs, len(prompt)),
-            len(backend.sublayers),
+            len(missing),
             budget_ms - spent_ms(),
             config,
         )
         text = target_text(
             backend,
             prompt,
-            min(effort.window_tokens, window_room),
+            min(max(effort.window_tokens, config.plan_judge_tokens), window_room),
             report_time(_FIDELITY_SHARE),
         )
 
@@ -145,32 +162,47 @@ def measure_all(
 
         stride = effort.probe_stride
         if late():
-            stride = max(stride, len(backend.sublayers) // config.measure_min_probes)
-        fidelity = measure_fidelity(
-            backend,
-            text,
-            probed_indices(backend.sublayers, stride),
-            config.measure_block_tokens,
-            report=report_time(_FIDELITY_SHARE),
-            enough=late,
+            stride = max(stride, len(missing) // config.measure_min_probes)
+        found = Fidelity()
+        if missing:
+            found = measure_fidelity(
+                backend,
+                replace(text, window=text.window[: effort.window_tokens]),
+                probed_indices(missing, stride),
+                config.measure_block_tokens,
+                report=report_time(_FIDELITY_SHARE),
+                enough=late,
+            )
+        fidelity = known.plus(found)
+        unprobed = sum(not item.probed for item in fidelity.agreements(backend.sublayers))
+        notes = (
+            *_shortened(text, effort.window_tokens, calibration_tokens, step_ms, config),
+            *_interpolated(unprobed, len(backend.sublayers)),
+            *fidelity.notes,
         )
-        notes = (*_shortened(text, calibration_tokens, step_ms, config), *fidelity.notes)
         measured = Measured(costs, text, replace(fidelity, notes=notes))
         finalists = _finalists(
-            backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
+            backend, measured, config, clock, report, policy, hurry=spent_ms() > budget_ms
         )
     finally:
         rewind(backend, 0)
     report(1.0)
-    return measured, finalists
+    return measured, finalists, found
 
 
-def _shortened(text: Text, tokens: Sequence[int], step_ms: float, config: Config) -> Iterator[str]:
+def _shortened(
+    text: Text, window_tokens: int, tokens: Sequence[int], step_ms: float, config: Config
+) -> Iterator[str]:
     """What the model's speed, or the size of its context, took from the text."""
     if len(text.prompt) < min(config.measure_context_tokens, len(tokens)):
         yield f"measured at a context of {len(text.prompt)} tokens"
-    if len(text.window) < config.measure_window_tokens:
-        yield f"shortened to {len(text.window)} tokens: one step takes {step_ms:.0f} ms"
+    if window_tokens < config.measure_window_tokens:
+        yield f"shortened to {window_tokens} tokens: one step takes {step_ms:.0f} ms"
+
+
+def _interpolated(unprobed: int, n: int) -> Iterator[str]:
+    if unprobed:
+        yield f"{n - unprobed} of {n} sublayers probed, the others interpolated"
 
 
 def _token_ms(costs: Costs, context_tokens: int) -> float:
@@ -206,13 +238,14 @@ def _finalists(
     config: Config,
     clock: Clock,
     report: Callable[[float], None],
+    policy: str,
     *,
     hurry: bool,
 ) -> list[Finalist]:
     """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
-    plans = candidate_plans(
-        measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers, config
-    )
+    share = 0.0 if hurry else config.dp_measure_share
+    budget_ms = 1000.0 * share * config.measure_budget_seconds
+    plans = propose(backend, measured, config, budget_ms, policy)
     n_finalists = config.plan_finalists
     if hurry:
         # Out of time: neither the shallowest nor the deepest, and only one is timed.

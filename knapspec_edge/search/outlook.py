@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
+from ..latency.fidelity import Text
 from ..records import FULL, SKIP, Draft, Plan, SubLayer
 from .candidates import Cut, cuts, draft_lengths
 from .judged import Alternative, Measured
@@ -32,7 +33,8 @@ class Item:
     mode: str  # in the best draft, see records.Mode; "full" where there is none
     cost_ms: float
     share: float  # of the step
-    agreement: float  # of the single skip, 0..1
+    agreement: float  # of the single skip as counted, 0..1
+    expected: float  # elsewhere, see latency.fidelity.ItemAgreement
     agreed: int | None  # None: interpolated between sublayers that were probed
     total: int  # picks it was judged on; of an interpolated one those of its neighbours
     interval: tuple[float, float]  # 95 % confidence
@@ -45,10 +47,9 @@ class CurvePoint:
     plan: Plan
     skipped: Mapping[str, int]  # by kind
     saved_share: float  # of the step
-    alpha: float  # product of single agreements
+    alpha: float  # product of what single skips let expect
     draft_tokens: int  # γ with the best throughput, of 1 or more
     ratio: float  # predicted throughput relative to plain decoding
-    efficient: bool  # no plan that saves at least as much has a larger α
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Outlook:
     curve: tuple[CurvePoint, ...]  # by growing saving
     judged: tuple[JudgedPlan, ...]  # best first
     margin: float  # predicted gain that auto asks for
-    window_tokens: int  # of the target's text, on which items and plans were judged
+    text: Text  # the target's own, on which items and plans were judged
     batch_agreement: float  # share in which a pass of several tokens picks what single steps pick
     latency_contexts: tuple[int, ...]  # at which steps were timed
     measured_at: float  # seconds since 1970
@@ -106,18 +107,23 @@ class Outlook:
     notes: tuple[str, ...]
 
     @property
+    def window_tokens(self) -> int:
+        """Tokens of the text behind its prompt."""
+        return len(self.text.window)
+
+    @property
     def best(self) -> JudgedPlan | None:
         return self.judged[0] if self.judged else None
 
     def front(self, parts: int) -> list[CurvePoint]:
-        """The efficient plan with the best prediction in each of so many parts of all savings.
+        """The plan with the best prediction in each of so many parts of all savings.
 
         Shallow parts are finer, as those of candidates.candidate_plans are.
         """
         deepest = max((p.saved_share for p in self.curve), default=0.0)
         chosen: dict[int, CurvePoint] = {}
         for point in self.curve:
-            if point.efficient and deepest > 0.0:
+            if deepest > 0.0:
                 part = min(parts - 1, int(parts * math.sqrt(point.saved_share / deepest)))
                 if part not in chosen or point.ratio > chosen[part].ratio:
                     chosen[part] = point
@@ -157,7 +163,6 @@ class Outlook:
                     "alpha": p.alpha,
                     "draft_tokens": p.draft_tokens,
                     "ratio": p.ratio,
-                    "efficient": p.efficient,
                 }
                 for p in self.curve
             ],
@@ -231,7 +236,7 @@ def outlook(
         curve=_curve(found, costs, context, sublayers, config),
         judged=judged,
         margin=config.plan_margin,
-        window_tokens=len(measured.text.window),
+        text=measured.text,
         batch_agreement=measured.fidelity.batch_agreement,
         latency_contexts=costs.profile.contexts,
         measured_at=costs.profile.measured_at,
@@ -274,6 +279,7 @@ def _items(
                 cost_ms,
                 cost_ms / measured.step_ms,
                 item.agreement,
+                item.expected,
                 round(agreed) if item.probed else None,
                 item.total,
                 wilson_interval(agreed, item.total),
@@ -292,10 +298,8 @@ def _curve(
     step_ms = costs.step_ms(context)
     lengths = draft_lengths(costs, config)
     verify = {g: costs.verify_ms(context, g + 1) / step_ms for g in lengths}
-    points: list[CurvePoint] = []
-    best_alpha = -1.0
-    # from the deepest one up, so that it is known what plans that save more achieve
-    for cut in reversed(found):
+    points = []
+    for cut in found:
         draft = costs.draft_ms(cut.plan, context) / step_ms
         ratios = {g: _geometric(cut.agreement, g, draft, verify[g]) for g in lengths}
         gamma = max(ratios, key=lambda g: ratios[g], default=0)
@@ -307,11 +311,9 @@ def _curve(
                 cut.agreement,
                 gamma,
                 ratios.get(gamma, 0.0),
-                cut.agreement > best_alpha,
             )
         )
-        best_alpha = max(best_alpha, cut.agreement)
-    return tuple(reversed(points))
+    return tuple(points)
 
 
 def _geometric(alpha: float, gamma: int, draft_cost: float, verify_cost: float) -> float:

@@ -6,7 +6,6 @@ step; here it is the measured time of a pass over γ + 1 tokens. All times in mi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -121,12 +120,3 @@ def replay(
         total_ms / tokens,
         tuple(r / t for r, t in zip(right, tried, strict=True) if t),
     )
-
-
-def loss(agreement: float, samples: int) -> float:
-    """-log of an agreement measured on so many samples, so that losses of items add up.
-
-    Half a count is added on the wrong side: a window without a miss is no proof of 1.
-    """
-    hits = agreement * samples
-    return -math.log((hits + 0.5) / (samples + 1.0))

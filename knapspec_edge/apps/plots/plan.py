@@ -109,7 +109,7 @@ def _draw_items(axes: Axes, report: PlanReport) -> None:
 def _draw_curve(axes: Axes, report: PlanReport) -> None:
     """α and predicted speed by the share of a step that is saved, and the judged plans."""
     outlook = report.outlook
-    points = [p for p in outlook.curve if p.efficient]
+    points = outlook.curve
     x = [100.0 * p.saved_share for p in points]
     axes.plot(x, [p.alpha for p in points], color="#009E73", linewidth=1.6, label="α, predicted")
     axes.plot(x, [p.ratio for p in points], color="#CC79A7", linewidth=1.6, label="its speed")
