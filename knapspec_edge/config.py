@@ -74,6 +74,7 @@ class Config:
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
     plan_rounding_error: float = 0.04  # of the cheapest sublayer's cost in whole units
     plan_shortlist: int = 6  # candidates whose joint agreement is measured
+    plan_judge_tokens: int = 33  # a window to judge plans on is at least so long, room permitting
     plan_judge_block_tokens: int = 8  # about the length of a draft, see measure_block_tokens
     plan_finalists: int = 2  # candidates timed in real rounds
     plan_fresh_tokens: int = 64  # tokens after the window on which finalists are judged afresh
@@ -98,6 +99,12 @@ class Config:
     dp_max_branches: int = 8  # alive at once; window x branches is a pass of 64 tokens
     dp_paper_window_tokens: int = 55  # 5 rounds of 10 drafted tokens and one more
     dp_paper_weight_cap: int = 5  # of the published code
+    dp_paper_rounds: int = 5  # rounds whose tokens are the reference window
+    dp_paper_interval_rounds: int = 64  # between two searches
+    dp_paper_max_draft: int = 10  # γ = 1..this
+    dp_measure_window_tokens: int = 32  # of a search during a measurement, where there is time
+    dp_rounding_error: float = 0.25  # of the cheapest sublayer's cost: fewer units, fewer branches
+    dp_measure_share: float = 0.15  # of a measurement's time
 
     # online guard (auto only)
     guard_plain_rounds: int = 3  # plain steps that measure the speed speculation has to beat

@@ -29,13 +29,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -43,400 +39,45 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import _measuring as measuring  # noqa: E402
 import plant_model  # noqa: E402
 from _measuring import percent, random_plans  # noqa: E402
+from _rounds import (  # noqa: E402
+    FITTED_OFFSET,
+    JUDGED_TOKENS,
+    LENGTHS,
+    Place,
+    Prompts,
+    Show,
+    bound,
+    never,
+    pearson,
+    prompts_of,
+    quartiles,
+    spearman,
+)
 
 from knapspec_edge import gguf_check, models, native  # noqa: E402
-from knapspec_edge.backend import Backend  # noqa: E402
 from knapspec_edge.config import CTX_TOKENS_MAX, DEFAULTS, Config  # noqa: E402
 from knapspec_edge.decode.session import Session  # noqa: E402
-from knapspec_edge.errors import PlanError, UsageError  # noqa: E402
+from knapspec_edge.errors import ContextError, PlanError, UsageError  # noqa: E402
 from knapspec_edge.latency import kept  # noqa: E402
 from knapspec_edge.latency.costs import Costs  # noqa: E402
-from knapspec_edge.latency.fidelity import Fidelity, Text, measure_fidelity  # noqa: E402
+from knapspec_edge.latency.fidelity import Fidelity  # noqa: E402
 from knapspec_edge.latency.profiler import measure_latency  # noqa: E402
 from knapspec_edge.latency.store import Store  # noqa: E402
-from knapspec_edge.latency.timing import Clock  # noqa: E402
-from knapspec_edge.records import Draft, Kind, Plan, Stats, SubLayer  # noqa: E402
-from knapspec_edge.search import planner  # noqa: E402
-from knapspec_edge.search.acceptance import Judgement, judge  # noqa: E402
-from knapspec_edge.search.candidates import candidate_plans, draft_lengths  # noqa: E402
-from knapspec_edge.search.draft_length import FixedRule  # noqa: E402
-from knapspec_edge.search.knapsack import Option, solve  # noqa: E402
-from knapspec_edge.search.throughput import (  # noqa: E402
-    expected_tokens_geometric,
-    replay,
-    tokens_per_ms,
-)
+from knapspec_edge.records import Draft, Kind, Plan  # noqa: E402
+from knapspec_edge.search import hidden_state, planner  # noqa: E402
+from knapspec_edge.search.candidates import candidate_plans, cuts, draft_lengths  # noqa: E402
 from knapspec_edge.terminal import Terminal  # noqa: E402
-from knapspec_edge.text.calibration import (  # noqa: E402
-    calibration_tokens,
-    long_calibration_tokens,
-    passages,
-)
+from knapspec_edge.text.calibration import calibration_tokens  # noqa: E402
 from knapspec_edge.text.templates import choose_template  # noqa: E402
 
 CONTEXTS = (256, 1024, 4096, 8192)
 LEAST_CONTEXT_TOKENS = 64
-# Passages of the calibration text at the end of a prompt: judged on some, timed on the others.
-JUDGED_OFFSETS = (1, 2, 3)
-TIMED_OFFSETS = (4, 5, 6, 7, 8, 9, 10)
-# The end of a prompt in which prompts of one length differ, so that most of it is computed once.
-TAIL_TOKENS = 256
-JUDGED_TOKENS = 64  # of each answer
-# One visit of a plan: rounds are timed until either is reached, after those that are not counted.
-VISIT_ROUNDS, VISIT_TOKENS, WARM_UP_ROUNDS = 10, 40, 2
-PLAIN_STEPS = 10
 MARGIN_TOKENS = 128  # of a context, behind the prompt
-LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 THRESHOLDS = (0.0, DEFAULTS.draft_min_probability)
 # Shares of the budget of a context after which fidelity and judging make do with what they have.
 FIDELITY_SHARE, JUDGED_SHARE = 0.2, 0.45
 SAVINGS = (0.1, 0.2, 0.3, 0.4)  # shares of a step at which generators are compared
 EQUAL_SAVING = 0.25  # share of a step at which attention shares are compared between contexts
-
-Prompts = Callable[[int, int], list[int]]  # (length in tokens, offset of the passage) -> token ids
-Show = Callable[[str, float], None]
-
-
-# ---------------------------------------------------------------------------------------------
-# Statistics
-
-
-def pearson(x: Sequence[float], y: Sequence[float]) -> float:
-    """Correlation of two samples; not a number where one of them does not vary."""
-    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if len(a) < 2 or np.ptp(a) == 0.0 or np.ptp(b) == 0.0:
-        return math.nan
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def ranks(x: Sequence[float]) -> NDArray[np.float64]:
-    """Ranks f64 [n] from 1 on; equal values share the mean of their ranks."""
-    values, inverse, counts = np.unique(
-        np.asarray(x, dtype=np.float64), return_inverse=True, return_counts=True
-    )
-    last = np.cumsum(counts)
-    del values
-    return (last - (counts - 1) / 2.0)[inverse]
-
-
-def spearman(x: Sequence[float], y: Sequence[float]) -> float:
-    """Rank correlation; not a number where one of them does not vary."""
-    return pearson(ranks(x), ranks(y))  # type: ignore[arg-type]
-
-
-def quartiles(x: Sequence[float]) -> tuple[float, float, float]:
-    low, median, high = np.quantile(np.asarray(x, dtype=np.float64), (0.25, 0.5, 0.75))
-    return float(low), float(median), float(high)
-
-
-def bound(alpha: float, draft_cost: float, verify_cost: Mapping[int, float]) -> tuple[float, int]:
-    """S(α, c, s) = max over γ of E(α, γ) / (γ c + v(γ)), in plain steps, and its γ.
-
-    `draft_cost` c is a draft step, `verify_cost` v(γ) a pass over γ + 1 tokens. (1, 0) where no γ
-    reaches plain decoding.
-    """
-    best = (1.0, 0)
-    for gamma, cost in verify_cost.items():
-        speed = expected_tokens_geometric(alpha, gamma) / (gamma * draft_cost + cost)
-        best = max(best, (speed, gamma), key=lambda pair: pair[0])
-    return best
-
-
-# ---------------------------------------------------------------------------------------------
-# Texts
-
-
-def prompts_of(vocabulary: Any, template: Any, repeated: set[int]) -> Prompts:
-    """Prompts of exactly so many tokens in the model's chat format, each for another passage.
-
-    Lengths at which the calibration text has to repeat itself are noted in `repeated`.
-    """
-
-    @lru_cache(maxsize=1)
-    def whole_text() -> int:
-        tokenize = vocabulary.tokenize
-        return sum(len(tokenize(text, parse_special=False)) for text in passages())
-
-    @lru_cache(maxsize=8)
-    def of_length(n_tokens: int, offset: int) -> tuple[int, ...]:
-        return tuple(long_calibration_tokens(vocabulary, template, n_tokens, offset))
-
-    def prompt(n_tokens: int, offset: int) -> list[int]:
-        if n_tokens > whole_text():
-            repeated.add(n_tokens)
-        if n_tokens <= 2 * TAIL_TOKENS:
-            return list(of_length(n_tokens, offset))
-        # what is in front of the tail is the same for all, so the cache keeps it
-        tail = of_length(2 * TAIL_TOKENS, offset)[-TAIL_TOKENS:]
-        return [*of_length(n_tokens, 0)[: n_tokens - TAIL_TOKENS], *tail]
-
-    return prompt
-
-
-def never(_token: int) -> bool:
-    """No token ends an answer: a visit goes on until it has been timed."""
-    return False
-
-
-# ---------------------------------------------------------------------------------------------
-# Measuring at one context
-
-
-@dataclass(frozen=True)
-class Visit:
-    """Rounds of one plan on one answer; of plain steps where nothing was drafted."""
-
-    tokens: int
-    ms: float
-    rounds: int
-    drafted: int
-    accepted: int
-
-    @property
-    def ms_per_token(self) -> float:
-        return self.ms / self.tokens
-
-
-def visit(
-    session: Session,
-    prompt: Sequence[int],
-    draft: Draft | None,
-    most_rounds: int = VISIT_ROUNDS,
-    most_tokens: int = VISIT_TOKENS,
-    warm_up: int = WARM_UP_ROUNDS,
-) -> Visit:
-    """Time whole rounds of the real loop at the beginning of a greedy answer.
-
-    The first `warm_up` rounds, in which graphs are built, are not counted.
-    """
-
-    def counters(stats: Stats) -> Visit:
-        # all verified tokens count, also those that nobody has read yet
-        tokens = stats.draft_n_accepted + stats.rounds
-        accepted = stats.draft_n_accepted
-        return Visit(tokens, stats.predicted_ms, stats.rounds, stats.draft_n, accepted)
-
-    begun: Visit | None = None
-    with session.generate(prompt, draft=draft, is_end=never) as generation:
-        for _ in generation:
-            now = counters(generation.stats)
-            if begun is None:
-                if now.rounds >= warm_up:
-                    begun = now
-            elif now.rounds > begun.rounds and (
-                now.rounds - begun.rounds >= most_rounds or now.tokens - begun.tokens >= most_tokens
-            ):
-                break
-    if begun is None or now.rounds == begun.rounds:
-        raise UsageError("the context has no room for a single round: raise --ctx")
-    return Visit(
-        now.tokens - begun.tokens,
-        now.ms - begun.ms,
-        now.rounds - begun.rounds,
-        now.drafted - begun.drafted,
-        now.accepted - begun.accepted,
-    )
-
-
-@dataclass
-class Timed:
-    """Visits of one draft, each with the time of a plain token around it."""
-
-    draft: Draft
-    visits: list[Visit] = field(default_factory=list)
-    plain_ms: list[float] = field(default_factory=list)  # per token
-
-    @property
-    def ratio(self) -> float:
-        """Speed relative to plain decoding, all visits together."""
-        steps = sum(v.ms / ms for v, ms in zip(self.visits, self.plain_ms, strict=True))
-        return sum(v.tokens for v in self.visits) / steps
-
-    @property
-    def ratios(self) -> list[float]:
-        """Of each visit."""
-        return [ms / v.ms_per_token for v, ms in zip(self.visits, self.plain_ms, strict=True)]
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the drafted tokens that were accepted."""
-        drafted = sum(v.drafted for v in self.visits)
-        return sum(v.accepted for v in self.visits) / drafted if drafted else math.nan
-
-    @property
-    def rounds(self) -> int:
-        return sum(v.rounds for v in self.visits)
-
-
-class Place:
-    """A context length: prompts, what the target answers to them, and what plans do there."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        session: Session,
-        prompts: Prompts,
-        costs: Costs,
-        context_tokens: int,
-        *,
-        config: Config = DEFAULTS,
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        self.backend = backend
-        self.session = session
-        self.costs = costs
-        self.context_tokens = context_tokens
-        self.config = config
-        self._prompts = prompts
-        self._clock = clock
-
-    @property
-    def sublayers(self) -> tuple[SubLayer, ...]:
-        return self.backend.sublayers
-
-    @property
-    def step_ms(self) -> float:
-        return self.costs.step_ms(self._where)
-
-    @property
-    def _where(self) -> int:
-        """In the middle of what is timed."""
-        return self.context_tokens + VISIT_TOKENS // 2
-
-    def prompt(self, offset: int) -> list[int]:
-        return self._prompts(self.context_tokens, offset)
-
-    def text(self, offset: int, n_tokens: int = JUDGED_TOKENS + 1) -> Text:
-        """The target's greedy answer by plain steps; the cache is left at the end of the prompt."""
-        prompt = self.prompt(offset)
-        tokens: list[int] = []
-        with self.session.generate(prompt, is_end=never, max_tokens=n_tokens) as answer:
-            tokens.extend(event.token for event in answer)
-        list(self.session.generate(prompt, is_end=never, max_tokens=1))
-        return Text(tuple(prompt), tuple(tokens))
-
-    def fidelity(self, seconds: float) -> Fidelity:
-        """Agreement of single skips on the first judged answer, on less of it where it takes too
-        long."""
-        text = self.text(JUDGED_OFFSETS[0])
-        deadline = self._clock() + seconds
-        return measure_fidelity(
-            self.backend,
-            text,
-            range(len(self.sublayers)),
-            self.config.measure_block_tokens,
-            enough=lambda: self._clock() > deadline,
-        )
-
-    def judge(self, plans: Sequence[Plan], seconds: float, show: Show) -> list[Judgement]:
-        """Picks of each plan on the judged answers: all of them, or as many as there is time for
-        (one at least)."""
-        started = self._clock()
-        found: list[Judgement] = []
-        for number, offset in enumerate(JUDGED_OFFSETS):
-            text = self.text(offset)
-            done = 0
-
-            def one_more(number: int = number) -> None:
-                nonlocal done
-                done += 1
-                show("judging", (number + min(1.0, done / len(plans))) / len(JUDGED_OFFSETS))
-
-            block = self.config.plan_judge_block_tokens
-            here = judge(self.backend, text.window, plans, block, one_more)
-            found = [a.plus(b, 10**9) for a, b in zip(found, here, strict=True)] if found else here
-            spent = self._clock() - started
-            if spent * (number + 2) / (number + 1) > seconds:
-                break
-        return found
-
-    def time(self, drafts: Sequence[Draft], seconds: float, show: Show) -> list[Timed]:
-        """Time the drafts in turn, plain steps before and after each, on one answer after the
-        other: as many as there is time for, one at least."""
-        started = self._clock()
-        found = [Timed(draft) for draft in drafts]
-        number = 0
-        while True:
-            prompt = self.prompt(TIMED_OFFSETS[number % len(TIMED_OFFSETS)])
-            # Every other turn backwards, so that nobody always goes first.
-            turn = found[:: 1 if number % 2 == 0 else -1]
-            before = self._plain(prompt)
-            for done, timed in enumerate(turn):
-                timed.visits.append(visit(self.session, prompt, timed.draft))
-                after = self._plain(prompt)
-                timed.plain_ms.append(math.sqrt(before * after))
-                before = after
-                share = (self._clock() - started) / max(seconds, 1e-9)
-                show("timing rounds", max(share, (done + 1) / len(turn) if number == 0 else 0.0))
-            number += 1
-            spent = self._clock() - started
-            if spent * (number + 1) / number > seconds:
-                return found
-
-    def _plain(self, prompt: Sequence[int]) -> float:
-        """Time per token of plain decoding, ms."""
-        return visit(self.session, prompt, None, PLAIN_STEPS, PLAIN_STEPS).ms_per_token
-
-    # -- predictions
-
-    def draft_ms(self, plan: Plan) -> float:
-        return self.costs.draft_ms(plan, self._where)
-
-    def saving(self, plan: Plan) -> float:
-        """Share of a plain step that the plan saves, 0..1."""
-        return 1.0 - self.draft_ms(plan) / self.step_ms
-
-    def verify_ms(self, width: int) -> float:
-        return self.costs.verify_ms(self._where, width)
-
-    def predicted_ms(self, judgement: Judgement, gamma: int, min_probability: float) -> float:
-        """Time per token with the measured acceptance at each place and the measured costs; not a
-        number where the judged text is shorter than a draft."""
-        found = replay(
-            judgement.windows,
-            FixedRule(gamma, min_probability),
-            self.draft_ms(judgement.plan),
-            self.verify_ms,
-            longest=max(LENGTHS),
-        )
-        return math.nan if found is None else found.ms_per_token
-
-    def best_draft(self, judgement: Judgement) -> tuple[Draft, float]:
-        """The length with the best prediction, and the speed predicted for it relative to plain."""
-        threshold = self.config.draft_min_probability
-        times = {
-            gamma: self.predicted_ms(judgement, gamma, threshold)
-            for gamma in draft_lengths(self.costs, self.config)
-        }
-        gamma = min(times, key=lambda g: times[g])
-        return Draft(judgement.plan, gamma, threshold), self.step_ms / times[gamma]
-
-    def geometric(self, plan: Plan, alpha: float, gamma: int) -> float:
-        """The TPT of the geometric model with the measured costs, tokens per ms."""
-        tokens = expected_tokens_geometric(alpha, gamma)
-        return tokens_per_ms(tokens, gamma, self.draft_ms(plan), self.verify_ms(gamma + 1))
-
-    def paper(self, plan: Plan, alpha: float, gamma: int) -> float:
-        """The TPT of the paper: sublayers are all that costs, verification is one step."""
-        costs = [self.costs.saving_ms(s.index, self._where) for s in self.sublayers]
-        skipped = set(plan.skipped)
-        kept_ms = sum(ms for i, ms in enumerate(costs) if i not in skipped)
-        tokens = expected_tokens_geometric(alpha, gamma)
-        return tokens_per_ms(tokens, gamma, kept_ms, max(sum(costs), 1e-9))
-
-    def shares(self, plan: Plan) -> dict[Kind, float]:
-        """Share of the sublayers of each kind that a plan leaves out."""
-        return shares(plan, self.sublayers)
-
-
-def shares(plan: Plan, sublayers: Sequence[SubLayer]) -> dict[Kind, float]:
-    """Share of the sublayers of each kind that a plan leaves out."""
-    skipped = set(plan.skipped)
-    found = {}
-    for kind in dict.fromkeys(s.kind for s in sublayers):
-        own = [s.index for s in sublayers if s.kind is kind]
-        found[kind] = sum(i in skipped for i in own) / len(own)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------
@@ -445,24 +86,8 @@ def shares(plan: Plan, sublayers: Sequence[SubLayer]) -> dict[Kind, float]:
 
 def knapsack_ladder(place: Place, fidelity: Fidelity) -> list[Plan]:
     """The exact knapsack's best plan for every saving, by growing saving."""
-    config = place.config
-    weights, _ = place.costs.integer_weights(
-        place.context_tokens, largest_error=config.plan_rounding_error
-    )
-    items, forbidden = [], set()
-    for item in fidelity.agreements(place.sublayers):
-        units = 1 if place.costs.blind else int(weights[item.index])
-        options = (Option(0, 0.0), Option(units, item.loss))
-        if units < 1 or item.agreement < config.plan_floor_agreement:
-            forbidden.add(item.index)
-            options = (Option(0, 0.0),)
-        items.append(options)
-    n = len(items)
-    return [
-        Plan.skipping(n, [i for i, option in enumerate(s.options) if option])
-        for s in solve(items)
-        if s.saving_units > 0
-    ]
+    found = cuts(place.costs, fidelity, place.context_tokens, place.sublayers, place.config)
+    return [cut.plan for cut in found]
 
 
 def nearest_saving(place: Place, plans: Sequence[Plan], saving: float) -> Plan | None:
@@ -496,17 +121,38 @@ def random_equal_plans(
     return found
 
 
-def hidden_state_plans(
+def _hidden_state_plans(
+    place: Place, savings: Sequence[float], settings: hidden_state.Settings
+) -> list[Plan]:
+    """The paper's dynamic program, on the last tokens of an answer that is neither judged nor
+    timed. Raises PlanError or ContextError where it is impossible."""
+    # one more token: the pick after the last one in the cache
+    n_tokens = max(JUDGED_TOKENS, settings.window_tokens) + 1
+    prompt = place.prompt(FITTED_OFFSET)
+    with place.session.generate(prompt, is_end=never, max_tokens=n_tokens) as answer:
+        tokens = [*prompt, *(event.token for event in answer)]
+    reference = hidden_state.latest_reference(tokens, len(tokens) - 1, settings.window_tokens)
+    costs_ms = [place.costs.saving_ms(s.index, place.context_tokens) for s in place.sublayers]
+    weights = hidden_state.paper_weights(costs_ms, place.config.dp_paper_weight_cap)
+    found = hidden_state.search(place.backend, reference, weights, settings)
+    ladder = [survivor.plan for survivor in found.survivors if survivor.plan.skipped]
+    return [p for s in savings if (p := nearest_saving(place, ladder, s)) is not None]
+
+
+def bounded_search_plans(
     place: Place, fidelity: Fidelity, savings: Sequence[float], rng: random.Random
 ) -> list[Plan]:
-    """The paper's dynamic program over hidden states (search.hidden_state)."""
+    """The paper's dynamic program, bounded for a small machine."""
     del fidelity, rng
-    from knapspec_edge.search import hidden_state
+    return _hidden_state_plans(place, savings, hidden_state.Settings.bounded(place.config))
 
-    text = place.text(JUDGED_OFFSETS[0])
-    found = hidden_state.search_plans(place.backend, text.window, place.costs, place.config)
-    ladder = [candidate.plan for candidate in found.candidates]
-    return [p for s in savings if (p := nearest_saving(place, ladder, s)) is not None]
+
+def paper_search_plans(
+    place: Place, fidelity: Fidelity, savings: Sequence[float], rng: random.Random
+) -> list[Plan]:
+    """The paper's dynamic program as published."""
+    del fidelity, rng
+    return _hidden_state_plans(place, savings, hidden_state.Settings.paper(place.config))
 
 
 Generator = Callable[[Place, Fidelity, Sequence[float], random.Random], list[Plan]]
@@ -514,7 +160,8 @@ Generator = Callable[[Place, Fidelity, Sequence[float], random.Random], list[Pla
 # By the names that tables and records use.
 GENERATORS: dict[str, Generator] = {
     "knapsack": knapsack_plans,
-    "hidden-state": hidden_state_plans,
+    "hidden-state": bounded_search_plans,
+    "hidden-state-paper": paper_search_plans,
     "random": random_equal_plans,
 }
 
@@ -585,6 +232,7 @@ class Forced:
     predicted_ratio: float
     measured_ratio: float
     ratio_quartiles: tuple[float, float, float]  # of the visits
+    visits: int
     rounds: int
     drafted: int
     plain_quartiles: tuple[float, float, float]  # tokens per second
@@ -593,11 +241,11 @@ class Forced:
 def correlate_at(
     place: Place, count: int, seconds: float, rng: random.Random, show: Show
 ) -> list[Forced]:
-    started = place._clock()
+    started = place.clock()
 
     def left(share: float) -> float:
         """Seconds until this share of the budget is spent."""
-        return max(0.0, share * seconds - (place._clock() - started))
+        return max(0.0, share * seconds - (place.clock() - started))
 
     fidelity = place.fidelity(left(FIDELITY_SHARE))
     plans = forced_plans(place, fidelity, count, rng)
@@ -630,6 +278,7 @@ def correlate_at(
                 place.step_ms / predicted_ms,
                 t.ratio,
                 quartiles(t.ratios),
+                len(t.visits),
                 t.rounds,
                 sum(v.drafted for v in t.visits),
                 quartiles(plain),
@@ -653,7 +302,8 @@ class Correlation:
     error: float  # median of |predicted / measured - 1| of tokens per second
     ratio_error: float  # the same in plain steps, which a machine that changes its speed leaves out
     bias: float  # median of the latter with its sign
-    repeatability: float  # median quartile distance of a plan's visits over their median
+    # median quartile distance of a plan's visits over their median; not a number of single ones
+    spread: float
 
 
 def correlations(forced: Sequence[Forced]) -> list[Correlation]:
@@ -679,10 +329,16 @@ def correlations(forced: Sequence[Forced]) -> list[Correlation]:
                 statistics.median(map(abs, errors)),
                 statistics.median(map(abs, ratio_errors)),
                 statistics.median(ratio_errors),
-                statistics.median((q[2] - q[0]) / q[1] for q in (f.ratio_quartiles for f in here)),
+                _spread(here),
             )
         )
     return found
+
+
+def _spread(forced: Sequence[Forced]) -> float:
+    found = [(f.ratio_quartiles[2] - f.ratio_quartiles[0]) / f.ratio_quartiles[1]
+             for f in forced if f.visits > 1]  # fmt: skip
+    return statistics.median(found) if found else math.nan
 
 
 def correlation_table(found: Sequence[Correlation]) -> list[str]:
@@ -700,7 +356,7 @@ def correlation_table(found: Sequence[Correlation]) -> list[str]:
                 *pairs,
                 percent(c.error),
                 f"{percent(c.ratio_error)} ({100 * c.bias:+.1f} %)",
-                percent(c.repeatability),
+                "–" if math.isnan(c.spread) else percent(c.spread),
             ]
         )
     return measuring.table(heads, rows)
@@ -753,19 +409,29 @@ class Generated:
 
 
 def generators_at(
-    place: Place, names: Sequence[str], repeats: int, seconds: float, rng: random.Random, show: Show
+    place: Place,
+    names: Sequence[str],
+    repeats: int,
+    seconds: float,
+    rng: random.Random,
+    show: Show,
+    notes: list[str],
 ) -> list[Generated]:
-    """`repeats`: random plans for each saving."""
-    started = place._clock()
+    """`repeats`: random plans for each saving. `notes` takes why a generator has no part."""
+    started = place.clock()
 
     def left(share: float) -> float:
-        return max(0.0, share * seconds - (place._clock() - started))
+        return max(0.0, share * seconds - (place.clock() - started))
 
     fidelity = place.fidelity(left(FIDELITY_SHARE))
     rows: list[tuple[str, float, Plan]] = []
     for name in names:
         for _ in range(repeats if name == "random" else 1):
-            plans = GENERATORS[name](place, fidelity, SAVINGS, rng)
+            try:
+                plans = GENERATORS[name](place, fidelity, SAVINGS, rng)
+            except (PlanError, ContextError) as error:
+                notes.append(f"{name} at {place.context_tokens:,} tokens: {error}")
+                break
             seen: set[Plan] = set()
             for saving, plan in zip(SAVINGS, plans, strict=False):
                 # a generator that does not reach so far answers with its deepest again
@@ -809,6 +475,9 @@ def generator_table(found: Sequence[Generated]) -> list[str]:
         def middle(of: Callable[[Generated], float], own: list[Generated] = own) -> float:
             return statistics.median(of(g) for g in own)
 
+        def left_out(kind: str, own: list[Generated] = own) -> float:
+            return statistics.median(g.shares.get(kind, 0.0) for g in own)
+
         low, high = middle(lambda g: g.ratio_quartiles[0]), middle(lambda g: g.ratio_quartiles[2])
         kinds = {kind for g in own for kind in g.shares}
         rows.append(
@@ -816,10 +485,7 @@ def generator_table(found: Sequence[Generated]) -> list[str]:
                 f"{context:,}",
                 name + (f" ({len(own)})" if len(own) > 1 else ""),
                 percent(middle(lambda g: g.saving)),
-                ", ".join(
-                    f"{kind} {100 * middle(lambda g, k=kind: g.shares.get(k, 0.0)):.0f} %"
-                    for kind in sorted(kinds)
-                ),
+                ", ".join(f"{kind} {100 * left_out(kind):.0f} %" for kind in sorted(kinds)),
                 f"{middle(lambda g: g.alpha):.2f}",
                 f"{middle(lambda g: g.draft_tokens):.0f}",
                 f"{middle(lambda g: g.predicted_ratio):.2f}",
@@ -853,13 +519,13 @@ class Share:
 
 def share_at(place: Place, shortlist: int, seconds: float, show: Show) -> Share:
     """Raises PlanError where not a single sublayer can be left out."""
-    started = place._clock()
+    started = place.clock()
     fidelity = place.fidelity(0.5 * seconds)
     config = replace(place.config, plan_shortlist=shortlist)
     plans = candidate_plans(place.costs, fidelity, place.context_tokens, place.sublayers, config)
     if not plans:
         raise PlanError(f"no sublayer can be left out at {place.context_tokens} tokens")
-    left = max(0.0, seconds - (place._clock() - started))
+    left = max(0.0, seconds - (place.clock() - started))
     judgements = place.judge(plans, left, show)
     (draft, ratio), judgement = max(
         ((place.best_draft(j), j) for j in judgements), key=lambda pair: pair[0][1]
@@ -1021,13 +687,13 @@ def planted_at(
     place: Place, record: plant_model.Record, decision: planner.Decision, seconds: float, show: Show
 ) -> PlantedResult:
     """`decision` is the planner's for this model. Raises PlanError without any draft."""
-    started = place._clock()
+    started = place.clock()
     if decision.draft is None:
         raise PlanError(f"{record.model}: {decision.reason}")
     right = Plan.skipping(len(place.sublayers), list(record.indices))
     judgements = place.judge([decision.draft.plan, right], 0.4 * seconds, show)
     best = Draft(right, place.best_draft(judgements[1])[0].max_tokens, 0.0)
-    left = max(0.0, seconds - (place._clock() - started))
+    left = max(0.0, seconds - (place.clock() - started))
     timed = place.time([decision.draft, best], left, show)
     step_ms = place.step_ms
     curve = {
@@ -1139,7 +805,12 @@ def _parser() -> argparse.ArgumentParser:
     contexts(two)
     two.add_argument("--random", type=int, default=3, help="random plans for each saving")
     two.add_argument(
-        "--only", nargs="+", choices=list(GENERATORS), default=list(GENERATORS), metavar="NAME"
+        "--only",
+        nargs="+",
+        choices=list(GENERATORS),
+        default=["knapsack", "hidden-state", "random"],
+        metavar="NAME",
+        help=f"of {', '.join(GENERATORS)}",
     )
     three = command("attention-share", "what the best plan leaves out, by context", 180.0)
     contexts(three)
@@ -1192,8 +863,13 @@ def _profile(
         limit_tokens=min(backend.n_ctx, longest + MARGIN_TOKENS),
         progress=lambda share: terminal.progress("measuring the profile", share),
     )
-    reach = f", up to {profile.limit_tokens:,} tokens" if profile.limit_tokens < longest else ""
-    return Costs(profile), f"fresh, {profile.elapsed_seconds:.0f} s{reach}"
+    costs = Costs(profile)
+    origin = f"fresh, {profile.elapsed_seconds:.0f} s"
+    if profile.limit_tokens < longest:
+        origin += f", up to {profile.limit_tokens:,} tokens and guessed beyond"
+    if costs.blind:
+        origin += "; noise hid what sublayers cost, so nothing below holds: raise --profile-budget"
+    return costs, origin
 
 
 @dataclass
@@ -1288,14 +964,16 @@ def _generators(options: argparse.Namespace, terminal: Terminal) -> dict[str, An
     generated: list[Generated] = []
     longest = parse_contexts(options.contexts)[-1]
     names = [name for name in GENERATORS if name in options.only]
+    notes: list[str] = []
     with _opened(options, options.models[0], longest, terminal) as opened:
 
         def body(place: Place, seconds: float, show: Show) -> None:
-            generated.extend(generators_at(place, names, options.random, seconds, rng, show))
+            generated.extend(generators_at(place, names, options.random, seconds, rng, show, notes))
 
         _each_context(opened, options, body)
-        terminal.text("\n".join(["", *generator_table(generated)]) + "\n")
-    return {**opened.data, "generated": [asdict(g) for g in generated]}
+        lines = ["", *generator_table(generated), *(f"* {note}" for note in notes)]
+        terminal.text("\n".join(lines) + "\n")
+    return {**opened.data, "notes": notes, "generated": [asdict(g) for g in generated]}
 
 
 def _attention_share(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:

@@ -158,8 +158,10 @@ def planted_sublayers(
     """
     chosen = set(items)
     known = {(s.layer, s.kind) for s in sublayers}
-    for layer, kind in sorted(chosen - known, key=str):
-        raise UsageError(f"--plant {kind.value}:{layer}: this model has no {kind.value} {layer}")
+    for missing, kind in sorted(chosen - known, key=lambda item: item[0]):
+        raise UsageError(
+            f"--plant {kind.value}:{missing}: this model has no {kind.value} {missing}"
+        )
     found, index = [], 0
     for number, layer in enumerate(layers):
         for s in sublayers:

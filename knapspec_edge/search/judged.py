@@ -14,6 +14,7 @@ from .acceptance import Judgement
 from .candidates import draft_lengths
 from .draft_length import FixedRule
 from .throughput import Replay, replay
+from .valuation import Prices, rate_by_value
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Alternative:
     verify_cost: float  # the pass over draft.max_tokens + 1 tokens
     tokens_per_round: float
     drafted_per_round: float  # below draft.max_tokens where drafts stop early
-    predicted_ratio: float  # speed relative to plain decoding
+    predicted_ratio: float  # speed relative to plain decoding, with lengths chosen by value
+    fixed_ratio: float  # the same with `draft` as it stands: one length, one threshold
     timed: bool  # costs come from real rounds, not from the model
     acceptance: tuple[float, ...] = ()  # p_1..p_γ, see throughput.Replay
 
@@ -94,15 +96,21 @@ def best_length(
             best = (gamma, result)
     if best is None:
         return None
-    gamma, result = best
+    gamma, fixed = best
+    verify_by_length = (step_ms, *(verify_ms(g + 1) for g in draft_lengths(costs, config)))
+    prices = Prices(step_ms, draft_ms, verify_by_length)
+    calibration = judgement.calibration(config.calibration_memory_tokens)
+    by_value, rate = rate_by_value(judgement.windows, prices, calibration)
+    shown = fixed if by_value is None else by_value
     return Alternative(
         Draft(plan, gamma, config.draft_min_probability),
         judgement.agreement,
         draft_ms / step_ms,
         verify_ms(gamma + 1) / step_ms,
-        result.tokens_per_round,
-        result.drafted_per_round,
-        step_ms / result.ms_per_token,
+        shown.tokens_per_round,
+        shown.drafted_per_round,
+        rate * step_ms,
+        step_ms / fixed.ms_per_token,
         timing is not None,
-        result.acceptance,
+        fixed.acceptance,
     )

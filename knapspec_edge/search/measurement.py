@@ -27,7 +27,7 @@ from ..latency.rounds import measure_round
 from ..latency.timing import Clock
 from ..records import GREEDY, Plan
 from .acceptance import Judgement, judge
-from .candidates import candidate_plans
+from .generators import KNAPSPEC, propose
 from .judged import Finalist, Measured, best_length
 
 # Rounds timed per finalist, where the model is fast enough.
@@ -78,7 +78,10 @@ def choose_effort(
     options = [Effort(window, 1) for window in windows]
     options += [Effort(_MIN_WINDOW_TOKENS, k) for k in range(2, most_stride + 1)]
     for effort in options:
-        if effort.expected_ms(step_ms, token_ms, n_items, config) <= budget_ms:
+        # What is never probed is hardly ever left out: worth half as much time again.
+        whole = effort.probe_stride == 1 and effort.window_tokens == _MIN_WINDOW_TOKENS
+        most_ms = config.measure_overrun * budget_ms if whole else budget_ms
+        if effort.expected_ms(step_ms, token_ms, n_items, config) <= most_ms:
             return effort
     return options[-1]
 
@@ -92,6 +95,7 @@ def measure_all(
     config: Config,
     progress: Progress | None,
     clock: Clock,
+    policy: str = KNAPSPEC,
 ) -> tuple[Measured, list[Finalist], Fidelity]:
     """Latency unless it is known, fidelity of what is not in `known` near this context, joint
     agreement of the shortlist, and real rounds with the best of it; and the new counts alone.
@@ -148,7 +152,7 @@ def measure_all(
         text = target_text(
             backend,
             prompt,
-            min(effort.window_tokens, window_room),
+            min(max(effort.window_tokens, config.plan_judge_tokens), window_room),
             report_time(_FIDELITY_SHARE),
         )
 
@@ -163,7 +167,7 @@ def measure_all(
         if missing:
             found = measure_fidelity(
                 backend,
-                text,
+                replace(text, window=text.window[: effort.window_tokens]),
                 probed_indices(missing, stride),
                 config.measure_block_tokens,
                 report=report_time(_FIDELITY_SHARE),
@@ -172,13 +176,13 @@ def measure_all(
         fidelity = known.plus(found)
         unprobed = sum(not item.probed for item in fidelity.agreements(backend.sublayers))
         notes = (
-            *_shortened(text, calibration_tokens, step_ms, config),
+            *_shortened(text, effort.window_tokens, calibration_tokens, step_ms, config),
             *_interpolated(unprobed, len(backend.sublayers)),
             *fidelity.notes,
         )
         measured = Measured(costs, text, replace(fidelity, notes=notes))
         finalists = _finalists(
-            backend, measured, config, clock, report, hurry=spent_ms() > budget_ms
+            backend, measured, config, clock, report, policy, hurry=spent_ms() > budget_ms
         )
     finally:
         rewind(backend, 0)
@@ -186,12 +190,14 @@ def measure_all(
     return measured, finalists, found
 
 
-def _shortened(text: Text, tokens: Sequence[int], step_ms: float, config: Config) -> Iterator[str]:
+def _shortened(
+    text: Text, window_tokens: int, tokens: Sequence[int], step_ms: float, config: Config
+) -> Iterator[str]:
     """What the model's speed, or the size of its context, took from the text."""
     if len(text.prompt) < min(config.measure_context_tokens, len(tokens)):
         yield f"measured at a context of {len(text.prompt)} tokens"
-    if len(text.window) < config.measure_window_tokens:
-        yield f"shortened to {len(text.window)} tokens: one step takes {step_ms:.0f} ms"
+    if window_tokens < config.measure_window_tokens:
+        yield f"shortened to {window_tokens} tokens: one step takes {step_ms:.0f} ms"
 
 
 def _interpolated(unprobed: int, n: int) -> Iterator[str]:
@@ -232,13 +238,14 @@ def _finalists(
     config: Config,
     clock: Clock,
     report: Callable[[float], None],
+    policy: str,
     *,
     hurry: bool,
 ) -> list[Finalist]:
     """Judge the shortlist, time the best of it. The cache is left at the end of the prompt."""
-    plans = candidate_plans(
-        measured.costs, measured.fidelity, measured.context_tokens, backend.sublayers, config
-    )
+    share = 0.0 if hurry else config.dp_measure_share
+    budget_ms = 1000.0 * share * config.measure_budget_seconds
+    plans = propose(backend, measured, config, budget_ms, policy)
     n_finalists = config.plan_finalists
     if hurry:
         # Out of time: neither the shallowest nor the deepest, and only one is timed.

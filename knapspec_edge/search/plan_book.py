@@ -22,21 +22,11 @@ from .acceptance import Judgement
 from .buckets import bucket_of, context_of
 from .candidates import candidate_plans, draft_lengths
 from .draft_length import Calibration, ValueRule
-from .throughput import Replay, Window, expected_tokens_geometric, replay, tokens_per_ms
+from .throughput import Replay, Window
+from .valuation import Prices, geometric_rate, rate_by_value
 
-# Rounds of replay after which the price of time has settled.
-_RATE_ROUNDS = 3
 # Standard normal quantile of the bounds of an acceptance.
 _QUANTILE = 1.64
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What passes cost at one context, in ms, corrected for what recent rounds took."""
-
-    step_ms: float
-    draft_ms: float
-    verify_ms: tuple[float, ...]  # [j]: verifying j drafted tokens; [0] is a plain step
 
 
 @dataclass(frozen=True)
@@ -222,18 +212,18 @@ class PlanBook:
         if judgement is None:
             alpha = self.single_agreement(plan)
             calibration = Calibration(self.config.calibration_memory_tokens)
-            rate = _geometric(prices, alpha)
-            best = _geometric(prices, 0.5 + 0.5 * alpha)
+            rate = geometric_rate(prices, alpha)
+            best = geometric_rate(prices, 0.5 + 0.5 * alpha)
             return Estimate(
                 plan, context, prices, rate, rate / plain, best / plain, alpha, 0, None, calibration
             )
         agree = judgement.agree
         alpha = sum(agree) / len(agree)
         calibration = judgement.calibration(self.config.calibration_memory_tokens)
-        result, rate = _by_value(judgement.windows, prices, calibration)
+        result, rate = rate_by_value(judgement.windows, prices, calibration)
         # how much more the upper bound of acceptance would yield, by the geometric model
-        upper = _geometric(prices, upper_bound(sum(agree), len(agree)))
-        lift = max(1.0, upper / max(1e-12, _geometric(prices, alpha)))
+        upper = geometric_rate(prices, upper_bound(sum(agree), len(agree)))
+        lift = max(1.0, upper / max(1e-12, geometric_rate(prices, alpha)))
         places = len(agree) if near == bucket else 0
         return Estimate(
             plan,
@@ -329,53 +319,3 @@ def _window(data: Mapping[str, Any]) -> Window:
 
 def _typical(logs: Sequence[float]) -> float:
     return math.exp(statistics.median(logs)) if logs else 1.0
-
-
-def _geometric(prices: Prices, alpha: float) -> float:
-    """Tokens per ms at the best fixed length, one acceptance for every place."""
-    return max(
-        tokens_per_ms(
-            expected_tokens_geometric(alpha, gamma), gamma, prices.draft_ms, prices.verify_ms[gamma]
-        )
-        for gamma in range(1, len(prices.verify_ms))
-    )
-
-
-def _by_value(
-    windows: Sequence[Window], prices: Prices, calibration: Calibration
-) -> tuple[Replay | None, float]:
-    """Rounds of the value rule on judged text, and their rate in tokens per ms.
-
-    The rate is the price of time in the rule that yields it: a few rounds settle it.
-    """
-    rate, best = 1.0 / prices.step_ms, None
-    for _ in range(_RATE_ROUNDS):
-        rule = ValueRule(calibration, prices.draft_ms, prices.verify_ms, rate, least=1)
-        most = min(rule.most, max(1, max(len(w.agree) for w in windows) // 2))
-        result = replay(
-            windows,
-            _Shorter(rule, most),
-            prices.draft_ms,
-            lambda tokens: prices.verify_ms[tokens - 1],
-        )
-        if result is None:
-            break
-        if best is not None and 1.0 / result.ms_per_token <= rate * 1.001:
-            break
-        best = result
-        rate = 1.0 / result.ms_per_token
-    if best is None:
-        agree = [a for w in windows for a in w.agree]
-        return None, _geometric(prices, sum(agree) / len(agree))
-    return best, rate
-
-
-@dataclass(frozen=True)
-class _Shorter:
-    """A rule on windows too short for its longest draft."""
-
-    rule: ValueRule
-    most: int
-
-    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
-        return self.rule.length(confidences[: self.most])

@@ -26,6 +26,7 @@ from ..latency.store import INVALID, Store
 from ..latency.timing import Clock
 from ..records import Draft, Plan, SubLayer
 from .acceptance import Judgement
+from .generators import KNAPSPEC
 from .judged import Alternative, Finalist, Measured, best_length
 from .measurement import measure_all
 from .plan_book import PlanBook
@@ -83,12 +84,13 @@ def decide(
     store: Store | None = None,
     progress: Progress | None = None,
     *,
+    policy: str = KNAPSPEC,
     clock: Clock = time.perf_counter,
 ) -> Decision:
     """Measure the model once (or take the stored measurement) and decide.
 
     `model_key` identifies the model file and the library; the backend's settings, which times
-    depend on, are added. The cache has to be empty and is empty afterwards. A failure of the
+    depend on, are added. `policy`: what proposes plans (generators). The cache has to be empty and is empty afterwards. A failure of the
     measurement is a reason to be off, never an error; Interrupted passes through, as does
     KeyboardInterrupt.
     """
@@ -99,7 +101,7 @@ def decide(
     if backend.max_verify_tokens < 2:
         return Decision("off", "off: this context verifies one token at a time")
     store = store if store is not None else Store(enabled=False)
-    key = measurement_key(backend, model_key, calibration_tokens, config)
+    key = measurement_key(backend, model_key, calibration_tokens, config, policy)
     latency_key = kept.latency_key(backend, model_key)
     latency = kept.load_latency(store, latency_key, backend)
     if latency is not None and not latency.covers(
@@ -131,7 +133,7 @@ def decide(
     known = kept.load_fidelity(store, fidelity_key, backend)
     try:
         measured, finalists, found = measure_all(
-            backend, latency, known, keep, calibration_tokens, config, progress, clock
+            backend, latency, known, keep, calibration_tokens, config, progress, clock, policy
         )
     except Interrupted:
         raise
@@ -151,6 +153,7 @@ def measurement_key(
     model_key: str | Mapping[str, Any],
     calibration_tokens: Sequence[int],
     config: Config = DEFAULTS,
+    policy: str = KNAPSPEC,
 ) -> dict[str, Any]:
     """What a stored measurement depends on."""
     # The size of the context only matters where it cuts the measurement short.
@@ -159,6 +162,7 @@ def measurement_key(
     return {
         **kept.latency_key(backend, model_key),
         "decision": _MEASUREMENT,
+        "policy": policy,
         "context": min(backend.n_ctx, most),
         "verify": min(backend.max_verify_tokens, config.measure_verify_max),
         "calibration": hashlib.sha256(text.encode()).hexdigest()[:16],

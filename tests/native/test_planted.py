@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from knapspec_edge.search.acceptance import judge
 from knapspec_edge.text.templates import choose_template
 
 plant_model = load("plant_model")
+check_search = load("check_search")
 
 TOKENS = [3, 17, 42, 5, 99, 64, 23, 8]
 EXACT = {"kv_type": "f32", "flash_attn": "off"}
@@ -228,3 +230,33 @@ def test_planted_sublayers_of_the_demo_model_can_be_left_out(
         unplanted = judged(context, record.indices)
     assert agreement >= (1.0 if file_type == "F16" else 0.85)
     assert unplanted <= agreement - 0.1
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("correlate", ["--plans", "3", "--contexts", "64"]),
+        ("generators", ["--random", "1", "--contexts", "64"]),
+        ("attention-share", ["--contexts", "64,96"]),
+        ("planted", ["--at", "64"]),
+    ],
+)
+def test_the_experiments_run_on_a_tiny_model(
+    command: str, more: list[str], tiny_models: Path, patched_library: Path, tmp_path: Path,
+    capsys: Any,
+) -> None:  # fmt: skip
+    """Random weights: nothing can be said about what they find, only that they find it."""
+    target = tmp_path / "deep.gguf"
+    planted("--model", str(tiny_models / "llama-dense.gguf"), "-o", str(target), "--insert", "2",
+            "--type", "F32")  # fmt: skip
+    capsys.readouterr()
+    options = ["--budget", "0.5", "--profile-budget", "0.5", "--threads", "1"]
+    status = check_search.main([command, str(target), *options, *more])
+    shown = capsys.readouterr()
+    if status:
+        # a model of random weights may allow no plan at all
+        assert "no sublayer can be left out" in shown.err
+        return
+    assert shown.out.count("| --- |") >= 1
+    data = json.loads(shown.out.splitlines()[-1])
+    assert data["command"] == command

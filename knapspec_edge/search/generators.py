@@ -1,0 +1,136 @@
+"""Where candidate plans come from: the knapsack over single sublayers, the search over hidden states.
+
+Both only propose; the judge measures what they propose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ..backend import Backend
+from ..config import Config
+from ..decode.rollback import rewind
+from ..errors import ContextError, PlanError
+from ..latency.costs import Costs
+from ..records import Plan
+from . import hidden_state
+from .candidates import candidate_plans, geometric_rate, verification_ms
+from .judged import Measured
+
+# Names for --policy: what proposes plans and what decides by them.
+KNAPSPEC = "knapspec"  # both generators, one judge
+PAPER = "knapspec-paper"  # the published method alone
+
+# Full passes over the window that a search takes for each branch, on average: states die early and
+# half of the sublayers are cheap. For an estimate before it is run.
+_PASSES_PER_BRANCH = 1.0
+
+
+def propose(
+    backend: Backend,
+    measured: Measured,
+    config: Config,
+    budget_ms: float,
+    policy: str = KNAPSPEC,
+    report: Callable[[], None] = lambda: None,
+) -> list[Plan]:
+    """The shortlist for the judge, from both generators (KNAPSPEC) or from the paper's (PAPER).
+
+    The cache holds the text's prompt and is left so. The search over hidden states runs on the
+    text's window where the model allows it and it fits `budget_ms`; PAPER runs it as published in
+    any case, and raises PlanError where the model does not allow it.
+    """
+    if policy == PAPER:
+        return hidden_state_plans(
+            backend, measured, config, hidden_state.Settings.paper(config), report
+        )
+    costs, context = measured.costs, measured.context_tokens
+    plans = candidate_plans(costs, measured.fidelity, context, backend.sublayers, config)
+    settings = _affordable(measured, config, budget_ms)
+    if settings is not None and backend.branch_refusal is None:
+        try:
+            plans += hidden_state_plans(backend, measured, config, settings, report)
+        except (PlanError, ContextError):
+            pass  # no room for branches in this context: the knapsack's have to do
+    return list(dict.fromkeys(plans))
+
+
+def _affordable(
+    measured: Measured, config: Config, budget_ms: float
+) -> hidden_state.Settings | None:
+    """The longest window of a bounded search that fits; None if not even the shortest does."""
+    costs, context = measured.costs, measured.context_tokens
+    width = costs.max_width
+    if width < 2:
+        return None
+    # a token of a wide pass
+    token_ms = costs.verify_ms(context, width) / width
+    for window in (config.dp_measure_window_tokens, config.dp_window_tokens):
+        tokens = window * config.dp_max_branches * _PASSES_PER_BRANCH
+        if tokens * token_ms <= budget_ms and window < len(measured.text.window):
+            return hidden_state.Settings(
+                window, config.dp_min_cosine, config.dp_budget_share, config.dp_max_branches
+            )
+    return None
+
+
+def hidden_state_plans(
+    backend: Backend,
+    measured: Measured,
+    config: Config,
+    settings: hidden_state.Settings,
+    report: Callable[[], None] = lambda: None,
+) -> list[Plan]:
+    """Survivors of a search on the text's window: of each part of the savings the best by its own
+    agreement and cost. Raises PlanError, ContextError, Interrupted."""
+    start, window = backend.n_past, list(measured.text.window)
+    n_sublayers = len(backend.sublayers)
+    context = measured.context_tokens
+    if settings.max_branches is None:
+        savings = [measured.costs.saving_ms(i, context) for i in range(n_sublayers)]
+        weights: Sequence[int] = hidden_state.paper_weights(
+            savings, config.dp_paper_weight_cap
+        ).tolist()
+    else:
+        units, _ = measured.costs.integer_weights(context, largest_error=config.dp_rounding_error)
+        weights = [int(u) for u in units]
+    if measured.costs.blind or not any(weights):
+        return []
+    try:
+        inputs = window[:-1]
+        for i in range(0, len(inputs), backend.max_verify_tokens):
+            backend.evaluate(inputs[i : i + backend.max_verify_tokens], None)
+        text = [*measured.text.prompt, *window]
+        reference = hidden_state.latest_reference(text, backend.n_past, settings.window_tokens)
+        found = hidden_state.search(backend, reference, weights, settings, report=report)
+    finally:
+        rewind(backend, min(start, backend.n_past))
+    return select(measured.costs, context, found.survivors, config)
+
+
+def select(
+    costs: Costs,
+    context_tokens: int,
+    survivors: Sequence[hidden_state.Survivor],
+    config: Config,
+) -> list[Plan]:
+    """As many survivors as the shortlist has places: of equal parts of the range of savings, each
+    the one with the best geometric throughput."""
+    if not survivors:
+        return []
+    verify_ms = verification_ms(costs, context_tokens, config)
+    deepest = max(s.skipped_units for s in survivors)
+    best: dict[int, tuple[float, Plan]] = {}
+    for survivor in survivors:
+        plan, judgement = survivor.plan, survivor.judgement
+        if not plan.skipped:
+            continue
+        # a short window that agrees everywhere is no proof of 1
+        n = len(judgement.agree)
+        alpha = (sum(judgement.agree) + 0.5) / (n + 1.0)
+        rate = geometric_rate(costs.draft_ms(plan, context_tokens), alpha, verify_ms)
+        part = math.ceil(config.plan_shortlist * survivor.skipped_units / max(1, deepest))
+        if part not in best or rate > best[part][0]:
+            best[part] = (rate, plan)
+    return [plan for _, (_, plan) in sorted(best.items())]

@@ -1,0 +1,71 @@
+"""What a judged plan yields at given prices, with the draft length chosen by value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .draft_length import Calibration, ValueRule
+from .throughput import Replay, Window, expected_tokens_geometric, replay, tokens_per_ms
+
+# Rounds of replay after which the price of time has settled.
+_RATE_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What passes cost at one context, in ms, corrected for what recent rounds took."""
+
+    step_ms: float
+    draft_ms: float
+    verify_ms: tuple[float, ...]  # [j]: verifying j drafted tokens; [0] is a plain step
+
+
+def geometric_rate(prices: Prices, alpha: float) -> float:
+    """Tokens per ms at the best fixed length, one acceptance for every place."""
+    return max(
+        tokens_per_ms(
+            expected_tokens_geometric(alpha, gamma), gamma, prices.draft_ms, prices.verify_ms[gamma]
+        )
+        for gamma in range(1, len(prices.verify_ms))
+    )
+
+
+def rate_by_value(
+    windows: Sequence[Window], prices: Prices, calibration: Calibration
+) -> tuple[Replay | None, float]:
+    """Rounds of the value rule on judged text, and their rate in tokens per ms.
+
+    The rate is the price of time in the rule that yields it: a few rounds settle it.
+    """
+    rate, best = 1.0 / prices.step_ms, None
+    for _ in range(_RATE_ROUNDS):
+        rule = ValueRule(calibration, prices.draft_ms, prices.verify_ms, rate, least=1)
+        most = min(rule.most, max(1, max(len(w.agree) for w in windows) // 2))
+        result = replay(
+            windows,
+            _Shorter(rule, most),
+            prices.draft_ms,
+            lambda tokens: prices.verify_ms[tokens - 1],
+        )
+        if result is None:
+            break
+        if best is not None and 1.0 / result.ms_per_token <= rate * 1.001:
+            break
+        best = result
+        rate = 1.0 / result.ms_per_token
+    if best is None:
+        agree = [a for w in windows for a in w.agree]
+        return None, geometric_rate(prices, sum(agree) / len(agree))
+    return best, rate
+
+
+@dataclass(frozen=True)
+class _Shorter:
+    """A rule on windows too short for its longest draft."""
+
+    rule: ValueRule
+    most: int
+
+    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
+        return self.rule.length(confidences[: self.most])
