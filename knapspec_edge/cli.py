@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
-from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, THREADS_MAX
+from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -169,6 +169,14 @@ _ANSWER_OPTIONS = (
         show_default=True,
         metavar="auto|on|off|FILE",
         help="Speculation: where it pays, always, never, or by a plan file.",
+    ),
+    _option(
+        "--policy",
+        type=click.Choice(POLICIES),
+        default=POLICIES[0],
+        show_default=True,
+        help="How drafts are planned; knapspec-paper is the published method, which never goes "
+        "off, for comparison.",
     ),
     _option(
         "--temp",
@@ -613,10 +621,11 @@ def profile(
 )
 @_option(
     "--policy",
-    type=click.Choice(["knapspec"]),
-    default="knapspec",
+    type=click.Choice(POLICIES),
+    default=POLICIES[0],
     show_default=True,
-    help="Who proposes plans; all are judged alike.",
+    help="What proposes plans: knapsack and search over hidden states, or the latter alone, as "
+    "published. All are judged alike.",
 )
 @_option(
     "--budget",
@@ -881,6 +890,7 @@ def _open(
         kv_type=options["kv_type"],
         flash_attn=options["flash_attn"],
         spec=spec or options["spec"],
+        policy=options.get("policy", POLICIES[0]),
         template=options["template"],
         needs_template=needs_template,
         expected_tokens=expected_tokens,

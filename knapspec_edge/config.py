@@ -8,6 +8,8 @@ from dataclasses import dataclass
 CTX_TOKENS_MAX = 2**31 - 1  # positions are signed 32-bit numbers
 THREADS_MAX = 512  # GGML_MAX_N_THREADS
 GPU_LAYERS_MAX = 2**31 - 1
+# How drafts are planned, the default first: our planner, or the published method alone.
+POLICIES = ("knapspec", "knapspec-paper")
 
 
 @dataclass(frozen=True)

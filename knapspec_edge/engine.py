@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .closing import Closing
-from .config import DEFAULTS, Config
+from .config import DEFAULTS, POLICIES, Config
 from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
@@ -224,6 +224,7 @@ class Engine(Closing):
         info: GgufInfo | None = None,
         warnings: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
+        policy: str = POLICIES[0],
     ) -> None:
         self.vocabulary = vocabulary
         self.backend = backend
@@ -237,6 +238,7 @@ class Engine(Closing):
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
+        self.policy_name = policy
         self._policy: Policy = FixedPolicy(None)
         self._book: PlanBook | None = None  # what is known about plans, once measured
         self._decision: Decision | None = None  # once measured
@@ -266,6 +268,7 @@ class Engine(Closing):
         kv_type: str = "f16",
         flash_attn: str = "auto",
         spec: str | os.PathLike[str] = "auto",
+        policy: str = POLICIES[0],
         template: str | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
@@ -278,7 +281,9 @@ class Engine(Closing):
         `ctx`: context size in tokens; None takes what the model was trained for, at most
         config.ctx_tokens. `gpu_layers`: None lets the library decide. `spec`: "auto" speculates
         where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
-        file. `template`: a built-in chat template's name or a file, in place of the model's own.
+        file. `policy`: how drafts are planned (config.POLICIES); the published method is always on
+        unless `spec` is "off" or a file. `template`: a built-in chat template's name or a file, in
+        place of the model's own.
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
@@ -296,6 +301,8 @@ class Engine(Closing):
         if threads is not None and threads < 1:
             raise UsageError(f"the number of threads is {threads}; it has to be at least 1")
         _check_spec(spec)
+        if policy not in POLICIES:
+            raise UsageError(f"--policy {policy} is unknown: choose one of {', '.join(POLICIES)}")
         path = models.resolve(model if model is not None else models.default_model().name)
         info = gguf_check.inspect(path)
 
@@ -355,6 +362,7 @@ class Engine(Closing):
                     info=info,
                     warnings=warnings,
                     machine=machine,
+                    policy=policy,
                 )
                 engine.device = native.describe_device(backend)
                 if best is not None:
@@ -436,6 +444,10 @@ class Engine(Closing):
         book, drift = self._book, self._drift
         if spec not in ("auto", "on") or book is None or drift is None:
             return FixedPolicy(chosen.draft)
+        if self.policy_name == POLICIES[1]:
+            from .search.paper import PaperPolicy
+
+            return PaperPolicy(self.backend, book.costs, self.config)
         from .search.online import OnlinePlanner
 
         forced = spec == "on"
@@ -453,6 +465,8 @@ class Engine(Closing):
     ) -> Speculation:
         if spec == "off":
             chosen = Speculation("off", "--spec off", "none")
+        elif spec in ("auto", "on") and self.policy_name == POLICIES[1]:
+            chosen = self._choose_paper(progress)
         elif spec in ("auto", "on"):
             decision = self._decide(progress)
             if spec == "on":
@@ -476,6 +490,21 @@ class Engine(Closing):
         else:
             chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(Path(spec)))
         return chosen
+
+    def _choose_paper(self, progress: Progress | None) -> Speculation:
+        """The published method needs the costs of sublayers and decides nothing before it runs."""
+        refusal = self.backend.refusal or self.backend.branch_refusal
+        decision = None if refusal else self._decide(progress)
+        if decision is None or decision.measured is None:
+            reason = refusal or (decision.reason.removeprefix("off: ") if decision else "")
+            raise PlanError(f"--policy {POLICIES[1]} cannot be honoured: {reason}")
+        return Speculation(
+            "on",
+            "the published method: always on, with a new plan every "
+            f"{self.config.dp_paper_interval_rounds} rounds",
+            self.policy_name,
+            baseline_per_second=decision.baseline_per_second,
+        )
 
     def _decide(self, progress: Progress | None) -> Decision:
         if self._decision is None:
@@ -550,6 +579,7 @@ class Engine(Closing):
         context_tokens: int | None = None,
         *,
         budget_seconds: float | None = None,
+        policy: str | None = None,
         progress: Progress | None = None,
     ) -> Outlook:
         """What "auto" would do at a context of so many tokens, and everything it is chosen by.
@@ -584,13 +614,30 @@ class Engine(Closing):
         self.session.reset()  # the measurement needs the whole context
         with self.interruptible():
             decision = planner.decide(
-                self.backend, self._model_key(), tokens, config, self._store(), measured
+                self.backend,
+                self._model_key(),
+                tokens,
+                config,
+                self._store(),
+                measured,
+                policy=policy or self.policy_name,
             )
         if decision.measured is None:
             reason = decision.reason.removeprefix("off: ")
             raise PlanError(f"{self.name} cannot be planned for: {reason}")
         settings = getattr(self.backend, "settings", {})
-        return outlook.outlook(decision, self.backend.sublayers, settings, config)
+        # what was judged here helps the planner at this length
+        book = planner.open_book(
+            self.backend, decision, self._store(), self._book_key(), self.config
+        )
+        planner.save_book(self._store(), self._book_key(), book)
+        return outlook.outlook(
+            decision,
+            self.backend.sublayers,
+            settings,
+            config,
+            policy=policy or self.policy_name,
+        )
 
     def _model_key(self) -> dict[str, Any]:
         return {"model": self.fingerprint(), **self._machine}

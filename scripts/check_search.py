@@ -85,7 +85,7 @@ EQUAL_SAVING = 0.25  # share of a step at which attention shares are compared be
 
 
 def knapsack_ladder(place: Place, fidelity: Fidelity) -> list[Plan]:
-    """The exact knapsack's best plan for every saving, by growing saving."""
+    """The plans of the exact knapsack, by growing saving."""
     found = cuts(place.costs, fidelity, place.context_tokens, place.sublayers, place.config)
     return [cut.plan for cut in found]
 

@@ -248,7 +248,9 @@ def test_the_knapsack_ladder_leaves_out_what_does_no_harm():
     place = place_at(harm={i: 0.5 for i in range(2 * N_LAYER) if i not in (4, 7)},
                      default_harm=0.0)  # fmt: skip
     ladder = check.knapsack_ladder(place, place.fidelity(100.0))
-    assert {p.skipped for p in ladder} == {(4,), (7,), (4, 7)}
+    # only what no other plan beats in both saving and loss
+    assert {p.skipped for p in ladder} <= {(4,), (7,), (4, 7)}
+    assert ladder[-1].skipped == (4, 7)
 
 
 def test_shares_are_of_each_kind():

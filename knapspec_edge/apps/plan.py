@@ -97,7 +97,12 @@ def run(
         progress=progress,
     ) as engine:
         pass_on(engine)
-        outlook = engine.plan(at_tokens, budget_seconds=options.budget_seconds, progress=progress)
+        outlook = engine.plan(
+            at_tokens,
+            budget_seconds=options.budget_seconds,
+            policy=options.policy,
+            progress=progress,
+        )
         pass_on(engine)
         if head is not None:
             plans = [judged.draft.plan for judged in outlook.judged]

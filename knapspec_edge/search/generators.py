@@ -1,4 +1,4 @@
-"""Where candidate plans come from: the knapsack over single sublayers, the search over hidden states.
+"""Where candidate plans come from: the knapsack over sublayers, and the search over hidden states.
 
 Both only propose; the judge measures what they propose.
 """
@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ..backend import Backend
-from ..config import Config
+from ..config import POLICIES, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError, PlanError
 from ..latency.costs import Costs
-from ..records import Plan
+from ..records import Plan, SubLayer
 from . import hidden_state
 from .candidates import candidate_plans, geometric_rate, verification_ms
 from .judged import Measured
 
-# Names for --policy: what proposes plans and what decides by them.
-KNAPSPEC = "knapspec"  # both generators, one judge
-PAPER = "knapspec-paper"  # the published method alone
+KNAPSPEC, PAPER = POLICIES
 
 # Full passes over the window that a search takes for each branch, on average: states die early and
 # half of the sublayers are cheap. For an estimate before it is run.
@@ -49,11 +48,28 @@ def propose(
     plans = candidate_plans(costs, measured.fidelity, context, backend.sublayers, config)
     settings = _affordable(measured, config, budget_ms)
     if settings is not None and backend.branch_refusal is None:
-        try:
+        # without room for branches in this context, the knapsack's have to do
+        with suppress(PlanError, ContextError):
             plans += hidden_state_plans(backend, measured, config, settings, report)
-        except (PlanError, ContextError):
-            pass  # no room for branches in this context: the knapsack's have to do
     return list(dict.fromkeys(plans))
+
+
+def by_promise(
+    measured: Measured,
+    plans: Sequence[Plan],
+    sublayers: tuple[SubLayer, ...],
+    config: Config,
+) -> list[Plan]:
+    """The plans by the geometric throughput that their single sublayers promise, best first."""
+    costs, context = measured.costs, measured.context_tokens
+    items = measured.fidelity.agreements(sublayers)
+    verify_ms = verification_ms(costs, context, config)
+
+    def rate(plan: Plan) -> float:
+        alpha = math.exp(-sum(items[i].loss for i in plan.skipped))
+        return geometric_rate(costs.draft_ms(plan, context), alpha, verify_ms)
+
+    return sorted(plans, key=rate, reverse=True)
 
 
 def _affordable(

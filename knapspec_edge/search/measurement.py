@@ -27,7 +27,7 @@ from ..latency.rounds import measure_round
 from ..latency.timing import Clock
 from ..records import GREEDY, Plan
 from .acceptance import Judgement, judge
-from .generators import KNAPSPEC, propose
+from .generators import KNAPSPEC, by_promise, propose
 from .judged import Finalist, Measured, best_length
 
 # Rounds timed per finalist, where the model is fast enough.
@@ -248,8 +248,8 @@ def _finalists(
     plans = propose(backend, measured, config, budget_ms, policy)
     n_finalists = config.plan_finalists
     if hurry:
-        # Out of time: neither the shallowest nor the deepest, and only one is timed.
-        plans = plans[1:4] or plans
+        # Out of time: those that single sublayers promise most of, and only one is timed.
+        plans = by_promise(measured, plans, backend.sublayers, config)[:3]
         n_finalists = 1
     window = measured.text.window
     passes = max(1, len(plans) * -(-len(window) // config.plan_judge_block_tokens))

@@ -90,9 +90,9 @@ def decide(
     """Measure the model once (or take the stored measurement) and decide.
 
     `model_key` identifies the model file and the library; the backend's settings, which times
-    depend on, are added. `policy`: what proposes plans (generators). The cache has to be empty and is empty afterwards. A failure of the
-    measurement is a reason to be off, never an error; Interrupted passes through, as does
-    KeyboardInterrupt.
+    depend on, are added. `policy`: what proposes plans (generators). The cache has to be empty and
+    is empty afterwards. A failure of the measurement is a reason to be off, never an error;
+    Interrupted passes through, as does KeyboardInterrupt.
     """
     if backend.refusal is not None:
         return Decision("off", f"off: {backend.refusal}")
