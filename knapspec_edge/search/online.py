@@ -112,6 +112,9 @@ class OnlinePlanner:
         self._judged_to.clear()
         self._can_judge = self._backend.max_beside_tokens > 0
         self._judge_after = 0
+        if not self._can_judge:
+            # nothing can prove itself beside the text: the next one may find out in rounds
+            self._proven = None
         if self._ended is not None:
             self._ended = None
             self._look_due = True
@@ -304,6 +307,7 @@ class OnlinePlanner:
             self._write(plan, self._bucket)
             self._book.forget(self._bucket, plan, 0)
         self._proven = set()
+        self._refresh_correction()
         expected = self._estimate(plan)
         if measured is not None and expected is not None:
             held = min(1.0, measured / max(0.01, expected.ratio))
