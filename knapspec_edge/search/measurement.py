@@ -268,7 +268,7 @@ def _finalists(
     finalists = [Finalist(j) for j in judgements]
     fresh = _Fresh(backend, measured, config)
     timed: dict[int, float] = {}  # row -> predicted ratio
-    for n in range(2 * n_finalists):
+    for n in range(n_finalists if hurry else 2 * n_finalists):
         ranked = [r for r in _by_speed(measured, finalists, config) if r.row not in timed]
         # Beyond the usual number only what promises more than all that were timed.
         if not ranked or (n >= n_finalists and ranked[0].ratio <= max(timed.values())):
