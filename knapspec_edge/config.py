@@ -94,7 +94,7 @@ class Config:
     # standard errors of the band that acceptance should stay in; looked at after every round, so
     # that chance has many tries
     plan_confidence: float = 3.0
-    plan_fading_tokens: int = 256  # after which what a plan was judged on counts for half
+    plan_fading_tokens: int = 128  # after which what a plan was judged on counts for half
     calibration_memory_tokens: float = 512.0  # drafted tokens that acceptance is estimated from
 
     # search over hidden states

@@ -243,6 +243,7 @@ class Engine(Closing):
         self._resources = resources or ExitStack()
         self.policy_name = policy
         self._policy: Policy = FixedPolicy(None)
+        self._spec: str | os.PathLike[str] = "off"  # as it was asked for
         self._book: PlanBook | None = None  # what is known about plans, once measured
         self._decision: Decision | None = None  # once measured
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
@@ -439,6 +440,7 @@ class Engine(Closing):
         chosen = self._choose(spec, progress)
         self._keep_learned()
         self._policy = self._policy_for(spec, chosen)
+        self._spec = spec
         self.speculation = chosen
         return chosen
 
@@ -573,12 +575,12 @@ class Engine(Closing):
             )
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
+        self._keep_learned()
         self._decision = self._drift = self._book = None
         self._drifted = False
-        if isinstance(self._policy, FixedPolicy):
-            return profile
-        # it decided by the costs that were measured before
-        self.set_speculation("on" if self.speculation.policy == "knapspec" else "auto")
+        if not isinstance(self._policy, FixedPolicy):
+            # it decided by the costs that were measured before
+            self.set_speculation(self._spec)
         return profile
 
     def plan(
