@@ -41,11 +41,8 @@ class Judgement:
 
     def calibration(self, memory_tokens: float) -> Calibration:
         """Acceptance by confidence, as counted here."""
-        found = Calibration(memory_tokens)
-        for window in self.windows:
-            for agree, confidence in zip(window.agree, window.probability, strict=True):
-                found.observe(confidence, agree)
-        return found
+        confidences = [p for w in self.windows for p in w.probability]
+        return Calibration.of(confidences, self.agree, memory_tokens)
 
 
 def judge(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .draft_length import Calibration, ValueRule
 from .throughput import Replay, Window, expected_tokens_geometric, replay, tokens_per_ms
 
@@ -67,5 +70,7 @@ class _Shorter:
     rule: ValueRule
     most: int
 
-    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
-        return self.rule.length(confidences[: self.most])
+    def lengths(
+        self, confidences: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.rule.lengths(confidences[:, : self.most])
