@@ -384,11 +384,12 @@ class TestDecision:
         # as it stands, with one length and one threshold
         best = decision.alternatives[0]
         assert best.fixed_ratio == pytest.approx(speed(decision.draft) / plain, rel=0.1)
-        # as it is decoded with, without the plain steps that the guard takes
+        # As it is decoded with, without the plain steps that the guard takes. Drafts of 8 tokens
+        # turn a standard error of acceptance on 63 places, 0.04, into a fifth of the speed.
         book = planner.open_book(backend, decision, Store(enabled=False), {})
         drift = DriftTracker(decision.measured.costs)
         policy = OnlinePlanner(backend, book, drift, forced=True, clock=backend.clock)
-        assert decision.predicted_ratio == pytest.approx(speed(None, policy) / plain, rel=0.15)
+        assert decision.predicted_ratio == pytest.approx(speed(None, policy) / plain, rel=0.3)
 
     def test_off_where_verification_is_dear_with_the_numbers_and_a_draft_to_force(self) -> None:
         backend = toy(SLOW)

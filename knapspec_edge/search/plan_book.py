@@ -23,7 +23,7 @@ from .buckets import bucket_of, context_of
 from .candidates import candidate_plans, draft_lengths
 from .draft_length import Calibration, ValueRule
 from .throughput import Replay, Window
-from .valuation import Prices, geometric_rate, rate_by_value
+from .valuation import Prices, expected_rate, geometric_rate
 
 # Standard normal quantile of the bounds of an acceptance.
 _QUANTILE = 1.64
@@ -229,7 +229,7 @@ class PlanBook:
         agree = judgement.agree
         alpha = sum(agree) / len(agree)
         calibration = judgement.calibration(self.config.calibration_memory_tokens)
-        result, rate = rate_by_value(judgement.windows, prices, calibration)
+        result, rate = expected_rate(judgement, prices, self.config.calibration_memory_tokens)
         return Estimate(
             plan, context, prices, rate, rate / plain, alpha, len(agree), result, calibration
         )
