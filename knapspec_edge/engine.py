@@ -428,6 +428,11 @@ class Engine(Closing):
 
     # -- speculation
 
+    @property
+    def policy(self) -> Policy:
+        """What decides round by round how answers are drafted; see decode.policy."""
+        return self._policy
+
     def set_speculation(
         self, spec: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> Speculation:
