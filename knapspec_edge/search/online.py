@@ -18,7 +18,7 @@ from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.guard import SpeedGuard
 from ..decode.loop import Clock
-from ..errors import ContextError
+from ..errors import ContextError, NativeError
 from ..latency.drift import DriftTracker
 from ..records import GREEDY, Draft, Plan, RoundTimes, Sampling
 from .acceptance import Judgement, judge_beside
@@ -363,8 +363,10 @@ class OnlinePlanner:
                 config.plan_judge_block_tokens,
                 self._sampling,
             )
-        except ContextError:
-            self._can_judge = False  # no cells, or a window that moved on: not in this answer
+        except (ContextError, NativeError):
+            # No cells, a window that moved on, or a plan whose logits are no numbers. The text does
+            # not need it: not in this answer.
+            self._can_judge = False
             return
         self._judge_token_ms = 1000.0 * (self._clock() - started) / width
         self._judged_to[plan] = len(emitted)
