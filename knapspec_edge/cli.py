@@ -403,7 +403,11 @@ def doctor(model: str | None, as_json: bool) -> int:
     metavar="FILE",
     help="Compare this plan, forced; repeatable.",
 )
-@click.option("--best/--no-best", default=True, help="Compare the planner's best plan, forced.")
+@click.option(
+    "--best/--no-best",
+    default=True,
+    help="Compare auto and the planner's best plans, forced.",
+)
 @click.option(
     "--unpatched",
     metavar="FOLDER",

@@ -87,11 +87,14 @@ class Config:
     plan_share: float = 0.01  # of decode time, spent on judging plans beside the text
     plan_share_kept_seconds: float = 2.0  # of that share, saved for later at most
     plan_hysteresis: float = 0.03  # gain that a change from the plan in use to another asks for
-    plan_interval_rounds: int = 64  # drafting rounds between two looks at the plan in use
+    plan_interval_rounds: int = 64  # between two looks at the plans
     plan_min_window_tokens: int = 16  # fewer new tokens are not judged on
     plan_kept_places: int = 384  # judged places kept per plan and bucket; older ones are forgotten
     plan_trust_places: int = 40  # judged at a bucket before speculation may begin there
-    plan_confidence: float = 2.0  # standard errors of the band that acceptance should stay in
+    # standard errors of the band that acceptance should stay in; looked at after every round, so
+    # that chance has many tries
+    plan_confidence: float = 3.0
+    plan_fading_tokens: int = 128  # after which what a plan was judged on counts for half
     calibration_memory_tokens: float = 512.0  # drafted tokens that acceptance is estimated from
 
     # search over hidden states

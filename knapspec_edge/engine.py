@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .closing import Closing
 from .config import DEFAULTS, POLICIES, Config
+from .decode.loop import Clock
 from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
@@ -225,6 +226,7 @@ class Engine(Closing):
         warnings: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
         policy: str = POLICIES[0],
+        clock: Clock = time.perf_counter,
     ) -> None:
         self.vocabulary = vocabulary
         self.backend = backend
@@ -234,12 +236,14 @@ class Engine(Closing):
         # what measurements are kept under, beside the model
         self._machine = dict(machine or {})
         self._fingerprint: str | None = None
-        self.session = Session(backend)
+        self._clock = clock
+        self.session = Session(backend, clock=clock)
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
         self.policy_name = policy
         self._policy: Policy = FixedPolicy(None)
+        self._spec: str | os.PathLike[str] = "off"  # as it was asked for
         self._book: PlanBook | None = None  # what is known about plans, once measured
         self._decision: Decision | None = None  # once measured
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
@@ -424,6 +428,11 @@ class Engine(Closing):
 
     # -- speculation
 
+    @property
+    def policy(self) -> Policy:
+        """What decides round by round how answers are drafted; see decode.policy."""
+        return self._policy
+
     def set_speculation(
         self, spec: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> Speculation:
@@ -436,6 +445,7 @@ class Engine(Closing):
         chosen = self._choose(spec, progress)
         self._keep_learned()
         self._policy = self._policy_for(spec, chosen)
+        self._spec = spec
         self.speculation = chosen
         return chosen
 
@@ -451,7 +461,9 @@ class Engine(Closing):
         from .search.online import OnlinePlanner
 
         forced = spec == "on"
-        return OnlinePlanner(self.backend, book, drift, forced=forced, config=self.config)
+        return OnlinePlanner(
+            self.backend, book, drift, forced=forced, config=self.config, clock=self._clock
+        )
 
     def _keep_learned(self) -> None:
         """Write down what was learned about plans since the last time, if anything."""
@@ -528,6 +540,7 @@ class Engine(Closing):
                     self.config,
                     self._store(),
                     measured,
+                    clock=self._clock,
                 )
             if self._decision.measured is not None:
                 self._drift = DriftTracker(self._decision.measured.costs, self.config)
@@ -563,15 +576,16 @@ class Engine(Closing):
                 tokens=calibration_tokens(self.vocabulary, self._template),
                 config=self.config,
                 progress=lambda share: progress("profile", share) if progress else None,
+                clock=self._clock,
             )
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
+        self._keep_learned()
         self._decision = self._drift = self._book = None
         self._drifted = False
-        if isinstance(self._policy, FixedPolicy):
-            return profile
-        # it decided by the costs that were measured before
-        self.set_speculation("on" if self.speculation.policy == "knapspec" else "auto")
+        if not isinstance(self._policy, FixedPolicy):
+            # it decided by the costs that were measured before
+            self.set_speculation(self._spec)
         return profile
 
     def plan(
@@ -621,6 +635,7 @@ class Engine(Closing):
                 self._store(),
                 measured,
                 policy=policy or self.policy_name,
+                clock=self._clock,
             )
         if decision.measured is None:
             reason = decision.reason.removeprefix("off: ")

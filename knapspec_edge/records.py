@@ -164,6 +164,9 @@ class RoundTimes:
     verified: int | None = None  # drafted tokens that were verified; None: all
     accepted: int = 0
     confidences: tuple[float, ...] = ()  # of the drafted tokens, as the draft had them
+    # of the drafted tokens, from the first on and as far as is known: whether the target picked
+    # the same; the first one that was not verified is known where all before it were right
+    right: tuple[bool, ...] = ()
     tokens: int = 1  # emitted
     elapsed_ms: float = 0.0  # of the whole round
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..decode.policy import FixedPolicy, Policy
 from ..errors import LibraryError, PlanError, UsageError
 from ..records import Draft, Sampling
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 PLAIN = "plain"
+AUTO = "auto"
+FORCED = "best plans, forced"
 UNPATCHED = "unpatched llama.cpp"
 
 # Batches of another width round differently. Up to these distances between the two best logits a
@@ -152,11 +155,11 @@ def run(engine: Engine, options: Options, progress: Progress | None = None) -> I
     LibraryError, Interrupted.
     """
     prompts = PROMPTS[: max(1, options.n_prompts)]
-    drafts, notes = _drafts(engine, options)
+    policies, drafts, notes = _policies(engine, options)
     with ExitStack() as resources:
-        sides: dict[str, Callable[[list[int], int], Run]] = {PLAIN: _own_side(engine, PLAIN, None)}
-        for name, draft in drafts.items():
-            sides[name] = _own_side(engine, name, draft)
+        sides: dict[str, Callable[[list[int], int], Run]] = {
+            name: _own_side(engine, name, policy) for name, policy in policies.items()
+        }
         if options.unpatched is not None:
             peer = resources.enter_context(_Peer(engine, options.unpatched))
             sides[UNPATCHED] = peer.answer
@@ -194,8 +197,12 @@ def _prompt_tokens(engine: Engine, text: str) -> list[int]:
     return tokenize_prompt(engine.vocabulary, text + "\n\n", parse_special=False)
 
 
-def _drafts(engine: Engine, options: Options) -> tuple[dict[str, Draft], list[str]]:
-    """The forced plans by the name of their side, and what the reader should know."""
+def _policies(
+    engine: Engine, options: Options
+) -> tuple[dict[str, Policy], dict[str, Draft], list[str]]:
+    """What decides in each side, the drafts that the forced ones begin with, and what the reader
+    should know."""
+    policies: dict[str, Policy] = {PLAIN: FixedPolicy(None)}
     drafts: dict[str, Draft] = {}
     notes: list[str] = []
     if options.best:
@@ -206,7 +213,10 @@ def _drafts(engine: Engine, options: Options) -> tuple[dict[str, Draft], list[st
         else:
             notes.append(engine.speculation.reason)
             assert engine.speculation.draft is not None
-            drafts["best plan, forced"] = engine.speculation.draft
+            drafts[FORCED] = engine.speculation.draft
+            policies[FORCED] = engine.policy
+            engine.set_speculation("auto")
+            policies[AUTO] = engine.policy
     for path in options.plans:
         engine.set_speculation(path)
         assert engine.speculation.draft is not None
@@ -214,11 +224,12 @@ def _drafts(engine: Engine, options: Options) -> tuple[dict[str, Draft], list[st
         if name in drafts:
             raise UsageError(f"two plan files are called {path.stem}; rename one of them")
         drafts[name] = engine.speculation.draft
+        policies[name] = engine.policy
     engine.set_speculation("off")
-    return drafts, notes
+    return policies, drafts, notes
 
 
-def _own_side(engine: Engine, name: str, draft: Draft | None) -> Callable[[list[int], int], Run]:
+def _own_side(engine: Engine, name: str, policy: Policy) -> Callable[[list[int], int], Run]:
     """A side that this process computes."""
     session, backend = engine.session, engine.backend
     greedy = Sampling()
@@ -231,7 +242,7 @@ def _own_side(engine: Engine, name: str, draft: Draft | None) -> Callable[[list[
         before = builds()
         with engine.interruptible():
             generation = session.generate(
-                prompt, sampling=greedy, draft=draft, max_tokens=max_tokens, reuse=False
+                prompt, sampling=greedy, policy=policy, max_tokens=max_tokens, reuse=False
             )
             events = list(generation)
         stats = generation.stats

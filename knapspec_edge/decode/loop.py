@@ -160,15 +160,19 @@ class Loop:
             if drafted:
                 stats.latest_draft = draft
                 rewind(backend, self._kept)
-        n_drafted = len(drafted)
+        guesses, n_drafted = drafted, len(drafted)
         if n_drafted:
-            del drafted[self.policy.keep(confidences) :]
+            drafted = guesses[: self.policy.keep(confidences)]
         picks = self.verify(last, drafted)
 
         accepted = 0
         while accepted < len(drafted) and drafted[accepted] == picks[accepted].token:
             accepted += 1
         picks = picks[: accepted + 1]
+        # the target's next pick also tells about a token that was not worth verifying
+        right = (True,) * accepted
+        if accepted < n_drafted:
+            right += (guesses[accepted] == picks[accepted].token,)
         shown = picks
         for i, pick in enumerate(picks):
             if self.is_end(pick.token):
@@ -189,11 +193,12 @@ class Loop:
             n_drafted,
             stats.draft_ms - draft_ms,
             stats.verify_ms - verify_ms,
-            len(drafted),
-            accepted,
-            tuple(confidences),
-            len(picks),
-            1000.0 * (self.clock() - started),
+            verified=len(drafted),
+            accepted=accepted,
+            confidences=tuple(confidences),
+            right=right,
+            tokens=len(picks),
+            elapsed_ms=1000.0 * (self.clock() - started),
         )
         self.policy.observe(times)
         stats.speculation_stopped = self.policy.stopped

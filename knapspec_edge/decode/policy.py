@@ -26,7 +26,7 @@ class Policy(Protocol):
         ...
 
     def spare(self, emitted: Sequence[int], position: int) -> None:
-        """Between two rounds: time to measure beside the text, or not.
+        """Before each round: time to think, and to measure beside the text, or not.
 
         `emitted` are this answer's tokens so far; the last of them belongs at `position`, which is
         where the cache ends.

@@ -592,13 +592,14 @@ class LlamaBackend(Closing):
         if not 0 <= start <= self._n_past or start + n > self._n_ctx:
             raise ValueError(f"{n} tokens from {start} on do not lie in the context")
         with self._alone():
-            code = self._lib.knapspec_branch_begin(
-                self.pointer, start, (ctypes.c_int32 * n)(*tokens), n, n_branches
-            )
-            if code:
-                self._raise(code, n, start)
+            # Ctrl-C may come between any two lines; to close what was never opened does nothing
             self._branching = True
             try:
+                code = self._lib.knapspec_branch_begin(
+                    self.pointer, start, (ctypes.c_int32 * n)(*tokens), n, n_branches
+                )
+                if code:
+                    self._raise(code, n, start)
                 yield LlamaBranches(self, n)
             finally:
                 self._branching = False

@@ -14,6 +14,9 @@ from ..records import GREEDY, Plan, Sampling
 from .draft_length import Calibration
 from .throughput import Window
 
+# Places; less says nothing about how sure a draft has to be.
+_LEAST_HALF = 12
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -41,11 +44,19 @@ class Judgement:
 
     def calibration(self, memory_tokens: float) -> Calibration:
         """Acceptance by confidence, as counted here."""
-        found = Calibration(memory_tokens)
+        confidences = [p for w in self.windows for p in w.probability]
+        return Calibration.of(confidences, self.agree, memory_tokens)
+
+    def halves(self) -> tuple[Judgement, Judgement] | None:
+        """Both halves of every window; None where a half would be shorter than `_LEAST_HALF`."""
+        if any(len(w.agree) < 2 * _LEAST_HALF for w in self.windows):
+            return None
+        parts: tuple[list[Window], list[Window]] = ([], [])
         for window in self.windows:
-            for agree, confidence in zip(window.agree, window.probability, strict=True):
-                found.observe(confidence, agree)
-        return found
+            middle = len(window.agree) // 2
+            parts[0].append(Window(window.agree[:middle], window.probability[:middle]))
+            parts[1].append(Window(window.agree[middle:], window.probability[middle:]))
+        return Judgement(self.plan, tuple(parts[0])), Judgement(self.plan, tuple(parts[1]))
 
 
 def judge(

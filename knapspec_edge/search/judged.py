@@ -14,7 +14,7 @@ from .acceptance import Judgement
 from .candidates import draft_lengths
 from .draft_length import FixedRule
 from .throughput import Replay, replay
-from .valuation import Prices, rate_by_value
+from .valuation import Prices, expected_rate
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ def best_length(
     gamma, fixed = best
     verify_by_length = (step_ms, *(verify_ms(g + 1) for g in draft_lengths(costs, config)))
     prices = Prices(step_ms, draft_ms, verify_by_length)
-    calibration = judgement.calibration(config.calibration_memory_tokens)
-    by_value, rate = rate_by_value(judgement.windows, prices, calibration)
+    by_value, rate = expected_rate(judgement, prices, config.calibration_memory_tokens)
     shown = fixed if by_value is None else by_value
     return Alternative(
         Draft(plan, gamma, config.draft_min_probability),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..backend import Backend
 from ..config import Config
@@ -265,8 +266,14 @@ def _finalists(
     # the prompt is in the cache
     judgements = judge(backend, window, plans, config.plan_judge_block_tokens, judged_one)
     finalists = [Finalist(j) for j in judgements]
-    timed = _by_speed(measured, finalists, config)[:n_finalists]
-    for n, (row, gamma) in enumerate(timed):
+    fresh = _Fresh(backend, measured, config)
+    timed: dict[int, float] = {}  # row -> predicted ratio
+    for n in range(n_finalists if hurry else 2 * n_finalists):
+        ranked = [r for r in _by_speed(measured, finalists, config) if r.row not in timed]
+        # Beyond the usual number only what promises more than all that were timed.
+        if not ranked or (n >= n_finalists and ranked[0].ratio <= max(timed.values())):
+            break
+        row, gamma, _ = ranked[0]
         timing = measure_round(
             backend,
             window,
@@ -275,36 +282,46 @@ def _finalists(
             _round_repeats(measured, gamma, config),
             clock=clock,
         )
-        finalists[row] = Finalist(judgements[row], timing)
-        report(_JUDGE_SHARE + (n + 1) / len(timed) * (1.0 - _JUDGE_SHARE))
-    rows = [row for row, _ in timed]
-    again = _judge_afresh(backend, measured, [judgements[row].plan for row in rows], config)
-    for row, judgement in zip(rows, again, strict=False):
-        finalists[row] = Finalist(judgement, finalists[row].timing)
+        judgement = fresh.judge(judgements[row].plan) or judgements[row]
+        finalists[row] = Finalist(judgement, timing)
+        again = best_length(measured, finalists[row], config)
+        timed[row] = 0.0 if again is None else again.predicted_ratio
+        report(_JUDGE_SHARE + min(1.0, (n + 1) / n_finalists) * (1.0 - _JUDGE_SHARE))
     return finalists
 
 
-def _judge_afresh(
-    backend: Backend, measured: Measured, plans: Sequence[Plan], config: Config
-) -> list[Judgement]:
-    """Agreement of the finalists on the target's tokens after the window.
+class _Fresh:
+    """Agreement of finalists on the target's tokens after the window.
 
-    They were chosen for how well they do on the window, so what they do there flatters them. Empty
-    where time or context leave no room for this. The cache is left at the end of the prompt.
+    They were chosen for how well they do on the window, so what they do there flatters them. The
+    cache is left at the end of the prompt.
     """
-    start, window = backend.n_past, list(measured.text.window)
-    affordable = int(100.0 * config.measure_budget_seconds / measured.step_ms)
-    n = min(config.plan_fresh_tokens, affordable, backend.n_ctx - start - len(window) - 1)
-    if not plans or n < 2 * config.plan_judge_block_tokens:
-        return []
-    fresh = [backend.prefill(window, GREEDY).token]
-    after = backend.n_past
-    while len(fresh) < n:
-        fresh.append(backend.decode(fresh[-1], GREEDY).token)
-    rewind(backend, after)
-    judged = judge(backend, fresh, plans, config.plan_judge_block_tokens)
-    rewind(backend, start)
-    return judged
+
+    def __init__(self, backend: Backend, measured: Measured, config: Config) -> None:
+        self._backend = backend
+        self._window = list(measured.text.window)
+        self._block_tokens = config.plan_judge_block_tokens
+        affordable = int(100.0 * config.measure_budget_seconds / measured.step_ms)
+        room = backend.n_ctx - backend.n_past - len(self._window) - 1
+        self._n = min(config.plan_fresh_tokens, affordable, room)
+        self._tokens: list[int] = []
+
+    def judge(self, plan: Plan) -> Judgement | None:
+        """None where time or context leave no room for it."""
+        if self._n < 2 * self._block_tokens:
+            return None
+        backend, start = self._backend, self._backend.n_past
+        try:
+            first = backend.prefill(self._window, GREEDY).token
+            after = backend.n_past
+            if not self._tokens:
+                self._tokens.append(first)
+                while len(self._tokens) < self._n:
+                    self._tokens.append(backend.decode(self._tokens[-1], GREEDY).token)
+                rewind(backend, after)
+            return judge(backend, self._tokens, [plan], self._block_tokens)[0]
+        finally:
+            rewind(backend, min(start, backend.n_past))
 
 
 def _round_repeats(measured: Measured, gamma: int, config: Config) -> int:
@@ -315,11 +332,17 @@ def _round_repeats(measured: Measured, gamma: int, config: Config) -> int:
     return max(2, min(_ROUND_REPEATS, affordable))
 
 
-def _by_speed(
-    measured: Measured, finalists: Sequence[Finalist], config: Config
-) -> list[tuple[int, int]]:
-    """(row, γ) of the finalists that have a length, fastest first."""
+class _Ranked(NamedTuple):
+    row: int
+    gamma: int
+    ratio: float
+
+
+def _by_speed(measured: Measured, finalists: Sequence[Finalist], config: Config) -> list[_Ranked]:
+    """The finalists that have a length, fastest first."""
     found = [(row, best_length(measured, f, config)) for row, f in enumerate(finalists)]
-    ranked = [(row, a) for row, a in found if a is not None]
-    ranked.sort(key=lambda pair: pair[1].predicted_ratio, reverse=True)
-    return [(row, a.draft.max_tokens) for row, a in ranked]
+    ranked = [
+        _Ranked(row, a.draft.max_tokens, a.predicted_ratio) for row, a in found if a is not None
+    ]
+    ranked.sort(key=lambda r: r.ratio, reverse=True)
+    return ranked

@@ -1,10 +1,11 @@
 """The planner while decoding: which plan at this context, whether at all, and when to look again.
 
-Learns from every round what it costs nothing to learn (acceptance by place and confidence, times),
-and spends a stated share of the decode time on judging plans beside the text, on the tokens that
-were verified last. A plan is changed when the context enters another bucket, when acceptance leaves
-the band that was expected, when judged text says so, or when the machine has changed; never for a
-gain within the hysteresis. It measures beside the text only: the text cannot depend on it.
+Learns from every round what it costs nothing to learn (whether drafted tokens were right, by how
+sure the draft was; times), and spends a stated share of the decode time on judging other plans
+beside the text, on the tokens that were verified last, and on thinking. A plan is changed when the
+context enters another bucket, when acceptance leaves the band that was expected, when judged text
+says so, or when the machine has changed; never for a gain within the hysteresis. It measures beside
+the text only: the text cannot depend on it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from ..decode.loop import Clock
 from ..errors import ContextError
 from ..latency.drift import DriftTracker
 from ..records import GREEDY, Draft, Plan, RoundTimes, Sampling
-from .acceptance import judge_beside
+from .acceptance import Judgement, judge_beside
 from .draft_length import Calibration, ValueRule
 from .plan_book import Estimate, PlanBook
+from .throughput import Window
 
 # A first guess at what judging costs per token, in plain steps.
 _JUDGE_STEPS = 0.5
@@ -57,26 +59,33 @@ class OnlinePlanner:
         self._context_tokens = 0
         self._active: Estimate | None = None
         self._rule: ValueRule | None = None
-        # acceptance by confidence, per plan: the latest text decides
-        self._calibrations: dict[Plan, Calibration] = {}
         # time that may be spent on judging, and what was spent
         self._saved_ms = 0.0
         self._needed_ms = 0.0
         self._judge_token_ms: float | None = None
+        self._look_ms = 0.0  # what the latest look took
         self.decode_ms = 0.0
         self.plan_ms = 0.0
         self.n_judged = 0
         self.n_changes = 0
+        self._tokens = 0  # decoded in this session
+        self._rounds = 0
+        # tokens decoded when a plan was last seen at work, beside the text or in rounds
+        self._seen_at: dict[Plan, int] = {}
+        # plans judged since the guard last ended speculation; None: it never did. From then on
+        # nothing else is believed about a text
+        self._proven: set[Plan] | None = None
         # emitted tokens of this answer up to which a plan was judged
         self._judged_to: dict[Plan, int] = {}
         self._can_judge = True
-        self._rounds = 0
-        self._rounds_since_look = 0
-        self._tried = self._right = 0  # with the plan in use, since it came into use
+        self._judge_after = 0  # decoded tokens, before which nothing new can be expected
+        # (right, confidence) of tokens drafted with the plan in use that the book does not hold yet
+        self._drafted: list[tuple[bool, float]] = []
+        self._look_due = False
+        self._looked_at = 0  # rounds
         self._correction = drift.correction()
-        # measured over predicted speed of speculation, where the guard ended it
-        self._handicap: dict[int, float] = {}
-        self._handicap_at = 0
+        # by bucket where the guard ended speculation: measured over predicted speed, and the round
+        self._handicaps: dict[int, tuple[float, int]] = {}
         self._ended: str | None = None
 
     # -- decode.policy.Policy ----------------------------------------------------------------------
@@ -96,34 +105,39 @@ class OnlinePlanner:
             self._sampling.min_p,
         ):
             # how sure a draft is means something else at another temperature
-            self._calibrations.clear()
+            self._drafted.clear()
+            self._rule = None
+            self._bucket = None
         self._sampling = sampling
         self._judged_to.clear()
         self._can_judge = self._backend.max_beside_tokens > 0
-        self._ended = None
-        self._bucket = None
+        self._judge_after = 0
+        if not self._can_judge:
+            # nothing can prove itself beside the text: the next one may find out in rounds
+            self._proven = None
+        if self._ended is not None:
+            self._ended = None
+            self._look_due = True
         if self._guard is not None:
             self._guard.begin()
 
     def spare(self, emitted: Sequence[int], position: int) -> None:
-        if self._saved_ms < self._needed_ms or not self._can_judge:
-            return
-        if len(emitted) <= self._config.plan_min_window_tokens or self._bucket is None:
-            return
         started = self._clock()
         try:
-            self._judge(emitted, position)
+            self._context_tokens = position
+            bucket = self._book.bucket(position)
+            if bucket != self._bucket:
+                self._learn()
+                self._bucket = bucket
+                self._look()
+            elif self._look_due and self._saved_ms >= self._look_ms:
+                self._look()
+            if self._may_judge(emitted):
+                self._judge(emitted, position)
         finally:
-            spent_ms = 1000.0 * (self._clock() - started)
-            self.plan_ms += spent_ms
-            self._saved_ms -= spent_ms
+            self._spend(started)
 
     def draft(self, context_tokens: int) -> Draft | None:
-        bucket = self._book.bucket(context_tokens)
-        self._context_tokens = context_tokens
-        if bucket != self._bucket:
-            self._bucket = bucket
-            self._look(entered=True)
         if self._active is None or self._rule is None:
             return None
         if self._guard is not None and not self._guard.may_speculate():
@@ -139,33 +153,32 @@ class OnlinePlanner:
     def observe(self, times: RoundTimes) -> None:
         config = self._config
         self.decode_ms += times.elapsed_ms
-        self._saved_ms = min(
-            self._saved_ms + config.plan_share * times.elapsed_ms,
-            1000.0 * config.plan_share_kept_seconds,
-        )
+        # what was saved for one pass is never too much, however slow the model
+        most_ms = max(1000.0 * config.plan_share_kept_seconds, self._needed_ms)
+        self._saved_ms = min(self._saved_ms + config.plan_share * times.elapsed_ms, most_ms)
         self._rounds += 1
-        active = self._active
+        self._tokens += times.tokens
+        active, rule = self._active, self._rule
         self._drift.observe(times, None if active is None else active.plan)
-        if self._guard is not None and active is not None:
-            speculated = times.drafted > 0
-            self._guard.observe(times.elapsed_ms, times.tokens, speculated=speculated)
-        if active is None:
-            return
-        verified = times.drafted if times.verified is None else times.verified
-        if verified:
-            self._calibrations[active.plan].observe_round(
-                times.confidences[:verified], times.accepted
-            )
-            self._tried += min(times.accepted + 1, verified)
-            self._right += times.accepted
-        if times.drafted:
-            self._rounds_since_look += 1
-        if self._guard is not None and self._guard.stopped is not None:
-            self._give_up(self._guard.stopped)
-        elif self._rounds_since_look >= config.plan_interval_rounds or self._left_band():
-            self._look()
+        if active is not None and rule is not None:
+            if self._guard is not None:
+                speculated = times.drafted > 0
+                self._guard.observe(times.elapsed_ms, times.tokens, speculated=speculated)
+            rule.calibration.observe_round(times.confidences, times.right)
+            self._drafted.extend(zip(times.right, times.confidences, strict=False))
+            if self._guard is not None and self._guard.stopped is not None:
+                started = self._clock()
+                self._give_up(self._guard.stopped)
+                self._spend(started)
+        if self._rounds - self._looked_at >= config.plan_interval_rounds or self._left_band():
+            self._look_due = True
 
     # -- deciding ----------------------------------------------------------------------------------
+
+    def _spend(self, started: float) -> None:
+        spent_ms = 1000.0 * (self._clock() - started)
+        self.plan_ms += spent_ms
+        self._saved_ms -= spent_ms
 
     def _left_band(self) -> bool:
         """Whether acceptance is elsewhere than was expected of this plan, beyond chance.
@@ -173,95 +186,132 @@ class OnlinePlanner:
         The band is that of a binomial share, as wide as `plan_confidence` standard errors; the
         expectation has an error of its own, from the places it was judged on.
         """
-        active, n = self._active, self._tried
+        active, n = self._active, len(self._drafted)
         if active is None or n < self._config.plan_min_window_tokens:
             return False
         p = min(0.98, max(0.02, active.acceptance))
         error = math.sqrt(p * (1.0 - p) * (1.0 / n + 1.0 / max(1, active.places)))
-        return abs(self._right / n - p) > self._config.plan_confidence * error
+        share = sum(right for right, _ in self._drafted) / n
+        return abs(share - p) > self._config.plan_confidence * error
+
+    def _learn(self) -> None:
+        """Write what rounds have shown of the plan in use into the book. Where it left its band,
+        little of what was known before counts."""
+        config = self._config
+        if self._active is None or self._bucket is None:
+            return
+        if len(self._drafted) < config.plan_min_window_tokens:
+            return
+        left = self._left_band()
+        self._write(self._active.plan, self._bucket)
+        if left:
+            self._book.forget(self._bucket, self._active.plan, config.plan_trust_places)
+
+    def _write(self, plan: Plan, bucket: int) -> None:
+        right, confidences = zip(*self._drafted, strict=True)
+        self._drafted.clear()
+        self._book.add(bucket, Judgement(plan, (Window(right, confidences),)))
+        self._seen_at[plan] = self._tokens
+
+    def _estimate(self, plan: Plan) -> Estimate | None:
+        assert self._bucket is not None
+        # of a context's order, so that estimates can be used again
+        context = max(1, round(self._context_tokens / 128)) * 128
+        context = max(1, min(context, self._book.n_ctx - 1))
+        return self._book.estimate(plan, self._bucket, context, self._correction)
 
     def _estimates(self) -> list[Estimate]:
         assert self._bucket is not None
-        book, bucket = self._book, self._bucket
-        context = self._context_tokens
-        # of a context's order, so that estimates can be used again
-        context = max(1, round(context / 128)) * 128
-        found = (
-            book.estimate(plan, bucket, min(context, book.n_ctx - 1), self._correction)
-            for plan in book.plans(bucket)
-        )
+        found = (self._estimate(plan) for plan in self._book.plans(self._bucket))
         return [e for e in found if e is not None]
 
-    def _look(self, *, entered: bool = False) -> None:
+    def _look(self) -> None:
         """Decide anew from what is known now."""
         started = self._clock()
+        idle = not self._drafted
+        self._learn()
         self._refresh_correction()
-        if self._left_band() and self._active is not None and self._bucket is not None:
-            # what was judged earlier says little about this text
-            self._book.forget(self._bucket, self._active.plan, self._config.plan_trust_places)
-        best = max(self._estimates(), key=self._worth, default=None)
-        chosen = self._choose(best)
+        chosen = self._choose()
         if chosen is None or self._active is None or chosen.plan != self._active.plan:
             self._use(chosen)
         else:
-            # the same plan, at today's prices
-            self._use(chosen, same=True)
-        self._rounds_since_look = 0
-        spent_ms = 1000.0 * (self._clock() - started)
-        self.plan_ms += spent_ms
-        self._saved_ms -= spent_ms
+            # the same plan, at today's prices; where nothing is drafted with it any more, what it
+            # was last seen to do is no better founded than what it did before that
+            known = None if self._rule is None or idle else self._rule.calibration
+            self._use(chosen, known)
+        self._look_due = False
+        self._looked_at = self._rounds
         self._needed_ms = self._judge_cost_ms(self._config.plan_min_window_tokens)
+        self._look_ms = 1000.0 * (self._clock() - started)
 
     def _worth(self, estimate: Estimate) -> float:
         """Predicted ratio, with what real rounds have held against predictions."""
         assert self._bucket is not None
-        held = self._handicap.get(self._bucket, 1.0)
-        forgiven = (self._rounds - self._handicap_at) / _FORGIVE_ROUNDS
+        held, since = self._handicaps.get(self._bucket, (1.0, 0))
+        forgiven = (self._rounds - since) / _FORGIVE_ROUNDS
         return float(estimate.ratio * held ** (0.5**forgiven))
 
-    def _choose(self, best: Estimate | None) -> Estimate | None:
-        config = self._config
-        if best is None:
-            return None
-        active = None
-        if self._active is not None and self._bucket is not None:
-            active = self._book.estimate(
-                self._active.plan, self._bucket, best.context_tokens, self._correction
-            )
-        if self._forced or active is not None:
-            floor = 0.0 if self._forced else 1.0
-            if active is not None:
-                change = self._worth(best) > (1.0 + config.plan_hysteresis) * self._worth(active)
-                best = best if change else active
-            return best if self._worth(best) >= floor else None
-        trusted = best.places >= config.plan_trust_places or best.replay is not None
-        on = trusted and self._worth(best) >= 1.0 + config.plan_margin
-        return best if on else None
+    def _trusted(self, estimate: Estimate) -> bool:
+        """Whether it rests on enough text: what the first decision rests on is, by its rules, until
+        that turned out to be wrong."""
+        plan, enough = estimate.plan, estimate.places >= self._config.plan_trust_places
+        if self._proven is not None:
+            return enough and plan in self._proven
+        return enough or (estimate.places > 0 and plan not in self._seen_at)
 
-    def _use(self, chosen: Estimate | None, *, same: bool = False) -> None:
-        if not same:
-            self.n_changes += (chosen is None) != (self._active is None) or (
-                chosen is not None and self._active is not None
-            )
-            self._tried = self._right = 0
-            if self._guard is not None and chosen is not None and self._active is None:
+    def _choose(self) -> Estimate | None:
+        """The best plan whose estimate can be relied on, or None for plain decoding."""
+        config = self._config
+        estimates = self._estimates()
+        trusted = [e for e in estimates if self._trusted(e)]
+        if self._forced and not trusted:
+            trusted = [e for e in estimates if e.places] or estimates
+        best = max(trusted, key=self._worth, default=None)
+        active = None if self._active is None else self._estimate(self._active.plan)
+        if active is not None and (
+            best is None
+            or self._worth(best) <= (1.0 + config.plan_hysteresis) * self._worth(active)
+        ):
+            best = active
+        if best is None or self._forced:
+            return best
+        asked = 1.0 if active is not None else 1.0 + config.plan_margin
+        return best if self._worth(best) >= asked else None
+
+    def _use(self, chosen: Estimate | None, calibration: Calibration | None = None) -> None:
+        """`calibration`: what recent rounds taught about the plan, where it was in use already."""
+        before = None if self._active is None else self._active.plan
+        after = None if chosen is None else chosen.plan
+        if before != after:
+            self.n_changes += 1
+            self._drafted.clear()
+            if self._guard is not None and before is None:
                 self._guard.begin()
         self._active = chosen
         self._rule = None
         if chosen is not None:
             self._ended = None
-            calibration = self._calibrations.setdefault(chosen.plan, chosen.calibration)
-            self._rule = chosen.rule(calibration, forced=self._forced)
+            known = calibration or chosen.calibration.copy()
+            self._rule = chosen.rule(known, forced=self._forced)
 
     def _give_up(self, reason: str) -> None:
-        """The guard measured a loss: predictions for this bucket were too good by so much."""
+        """The guard measured a loss. What drafted tokens came to explains it, or predictions for
+        this bucket were too good by so much."""
         assert self._active is not None
         assert self._bucket is not None
         assert self._guard is not None
-        measured = self._guard.measured_ratio
-        if measured is not None:
-            self._handicap[self._bucket] = min(1.0, measured / max(0.01, self._active.ratio))
-            self._handicap_at = self._rounds
+        plan, measured = self._active.plan, self._guard.measured_ratio
+        # of the latest rounds, those that were a loss
+        del self._drafted[: -self._config.plan_min_window_tokens]
+        if self._drafted:
+            self._write(plan, self._bucket)
+            self._book.forget(self._bucket, plan, 0)
+        self._proven = set()
+        self._refresh_correction()
+        expected = self._estimate(plan)
+        if measured is not None and expected is not None:
+            held = min(1.0, measured / max(0.01, expected.ratio))
+            self._handicaps[self._bucket] = (held, self._rounds)
         self._use(None)
         self._ended = reason
 
@@ -279,6 +329,14 @@ class OnlinePlanner:
             per_token = _JUDGE_STEPS * self._book.costs.step_ms(max(1, self._context_tokens))
         return tokens * per_token
 
+    def _may_judge(self, emitted: Sequence[int]) -> bool:
+        return (
+            self._can_judge
+            and self._saved_ms >= self._needed_ms
+            and self._tokens >= self._judge_after
+            and len(emitted) > self._config.plan_min_window_tokens
+        )
+
     def _judge(self, emitted: Sequence[int], position: int) -> None:
         """Judge the most promising plan on the latest tokens, if there is one and time for it."""
         config = self._config
@@ -286,13 +344,13 @@ class OnlinePlanner:
         chosen = self._promising(len(emitted))
         if chosen is None:
             # nothing could pay: look again when the text has gone on
-            self._needed_ms = self._saved_ms + self._judge_cost_ms(config.plan_min_window_tokens)
+            self._judge_after = self._tokens + config.plan_interval_rounds
             return
         plan, fresh = chosen
         most = min(self._backend.max_beside_tokens, config.measure_window_tokens)
         affordable = int(self._saved_ms / max(1e-9, self._judge_cost_ms(1)))
         width = min(fresh, most, affordable, len(emitted) - 1)
-        if width < config.plan_min_window_tokens:
+        if width < min(most, config.plan_min_window_tokens):
             self._needed_ms = self._judge_cost_ms(config.plan_min_window_tokens)
             return
         started = self._clock()
@@ -312,25 +370,39 @@ class OnlinePlanner:
         self._judged_to[plan] = len(emitted)
         self.n_judged += 1
         self._book.add(self._bucket, judgement)
+        if self._proven is not None and plan not in self._proven:
+            self._proven.add(plan)
+            self._book.forget(self._bucket, plan, 0)
+        elif self._tokens - self._seen_at.get(plan, 0) > config.plan_fading_tokens:
+            self._book.forget(self._bucket, plan, config.plan_trust_places)
+        self._seen_at[plan] = self._tokens
         self._look()
 
     def _promising(self, n_emitted: int) -> tuple[Plan, int] | None:
         """The plan that could be worth most, and how many tokens it was not judged on yet.
 
         Only where its optimistic estimate beats what is done now: what cannot pay is not looked at,
-        and what was judged often enough has little room left above its estimate.
+        and what was judged often enough has little room left above its estimate, until the text has
+        gone on for a while.
         """
-        now = 1.0 if self._active is None else self._worth(self._active)
-        asked = now * (1.0 + (self._config.plan_margin if self._active is None else 0.0))
+        config = self._config
+        active = self._active
+        now, margin = (
+            (1.0, config.plan_margin)
+            if active is None
+            else (self._worth(active), config.plan_hysteresis)
+        )
         best: tuple[float, Plan, int] | None = None
         for estimate in self._estimates():
-            fresh = n_emitted - 1 - self._judged_to.get(estimate.plan, 0)
-            if fresh < self._config.plan_min_window_tokens:
+            plan = estimate.plan
+            fresh = n_emitted - 1 - self._judged_to.get(plan, 0)
+            if fresh < config.plan_min_window_tokens:
                 continue
-            if self._active is not None and estimate.plan == self._active.plan:
+            if active is not None and plan == active.plan and self._drafted:
                 continue  # its rounds say it for nothing
-            lift = estimate.optimistic / max(1e-9, estimate.ratio)
-            value = lift * self._worth(estimate)
-            if value > asked and (best is None or value > best[0]):
-                best = (value, estimate.plan, fresh)
+            age = self._tokens - self._seen_at.get(plan, 0)
+            optimistic = estimate.optimistic(0.5 ** (age / config.plan_fading_tokens))
+            value = optimistic / max(1e-9, estimate.ratio) * self._worth(estimate)
+            if value > now * (1.0 + margin) and (best is None or value > best[0]):
+                best = (value, plan, fresh)
         return None if best is None else (best[1], best[2])

@@ -23,7 +23,7 @@ from .buckets import bucket_of, context_of
 from .candidates import candidate_plans, draft_lengths
 from .draft_length import Calibration, ValueRule
 from .throughput import Replay, Window
-from .valuation import Prices, geometric_rate, rate_by_value
+from .valuation import Prices, expected_rate, geometric_rate
 
 # Standard normal quantile of the bounds of an acceptance.
 _QUANTILE = 1.64
@@ -38,11 +38,18 @@ class Estimate:
     prices: Prices
     rate: float  # tokens per ms, with the draft length chosen by value
     ratio: float  # of that to plain decoding
-    optimistic: float  # the same ratio if acceptance were at its upper bound
     acceptance: float  # of a place, all before it accepted
-    places: int  # judged, at this bucket
-    replay: Replay | None  # None: nothing judged, from single sublayers only
+    places: int  # judged, at the nearest bucket where it was; 0: from single sublayers only
+    replay: Replay | None  # None: nothing judged
     calibration: Calibration
+
+    def optimistic(self, weight: float = 1.0) -> float:
+        """The ratio if acceptance were at its upper bound, each judged place counting `weight`."""
+        alpha, places = self.acceptance, weight * self.places
+        upper = upper_bound(alpha * places, places) if self.places else 0.5 + 0.5 * alpha
+        # how much more that would yield, by the geometric model
+        lift = geometric_rate(self.prices, upper) / geometric_rate(self.prices, alpha)
+        return self.ratio * max(1.0, lift)
 
     def rule(self, calibration: Calibration, *, forced: bool) -> ValueRule:
         """How far to draft with this plan. Forced: time is worth what this plan yields, and at
@@ -57,7 +64,7 @@ def upper_bound(agreed: float, total: float) -> float:
     if total <= 0.0:
         return 1.0
     z2 = _QUANTILE**2
-    p = agreed / total
+    p = min(1.0, agreed / total)
     root = math.sqrt(p * (1.0 - p) / total + z2 / (4.0 * total**2))
     return min(1.0, (p + z2 / (2.0 * total) + _QUANTILE * root) / (1.0 + z2 / total))
 
@@ -105,10 +112,14 @@ class PlanBook:
         self._touch()
 
     def forget(self, bucket: int, plan: Plan, places: int) -> None:
-        """Keep only the latest `places` of what is known about a plan: the text has changed."""
+        """The text has changed: keep only the latest windows of what is known about a plan, as few
+        as hold so many places, and one in any case."""
         known = self._judged.get(bucket, {}).get(plan)
         if known is not None:
-            self._judged[bucket][plan] = known.plus(Judgement(plan, ()), places)
+            windows = list(known.windows)
+            while len(windows) > 1 and sum(len(w.agree) for w in windows[1:]) >= places:
+                windows.pop(0)
+            self._judged[bucket][plan] = Judgement(plan, tuple(windows))
             self._touch()
 
     def add_timing(self, plan: Plan, context_tokens: int, timing: RoundTiming) -> None:
@@ -130,11 +141,12 @@ class PlanBook:
         return self._judged.get(bucket, {}).get(plan)
 
     def plans(self, bucket: int) -> tuple[Plan, ...]:
-        """The candidates of a bucket: the knapsack's, solved when first asked for, and whatever
-        was judged there or, where nothing was, in the nearest bucket."""
+        """The candidates of a bucket: the knapsack's, solved when first asked for, and what was
+        judged, of the nearest buckets first and at most twice as many as a shortlist holds."""
         self._solve(bucket)
-        near = self._nearest(bucket)
-        known = () if near is None else tuple(self._judged[near])
+        near = sorted(self._judged, key=lambda b: (abs(b - bucket), b))
+        judged = dict.fromkeys(plan for b in near for plan in self._judged[b])
+        known = list(judged)[: 2 * self.config.plan_shortlist]
         return tuple(dict.fromkeys((*known, *self._shortlists[bucket])))
 
     def solve_ahead(self) -> None:
@@ -155,8 +167,8 @@ class PlanBook:
         known = self._shortlists.get(bucket, ())
         self._shortlists[bucket] = tuple(dict.fromkeys((*known, *plans)))
 
-    def _nearest(self, bucket: int, plan: Plan | None = None) -> int | None:
-        known = [b for b, plans in self._judged.items() if plan is None or plan in plans]
+    def _nearest(self, bucket: int, plan: Plan) -> int | None:
+        known = [b for b, plans in self._judged.items() if plan in plans]
         return min(known, key=lambda b: (abs(b - bucket), b), default=None)
 
     # -- what follows ------------------------------------------------------------------------------
@@ -213,29 +225,13 @@ class PlanBook:
             alpha = self.single_agreement(plan)
             calibration = Calibration(self.config.calibration_memory_tokens)
             rate = geometric_rate(prices, alpha)
-            best = geometric_rate(prices, 0.5 + 0.5 * alpha)
-            return Estimate(
-                plan, context, prices, rate, rate / plain, best / plain, alpha, 0, None, calibration
-            )
+            return Estimate(plan, context, prices, rate, rate / plain, alpha, 0, None, calibration)
         agree = judgement.agree
         alpha = sum(agree) / len(agree)
         calibration = judgement.calibration(self.config.calibration_memory_tokens)
-        result, rate = rate_by_value(judgement.windows, prices, calibration)
-        # how much more the upper bound of acceptance would yield, by the geometric model
-        upper = geometric_rate(prices, upper_bound(sum(agree), len(agree)))
-        lift = max(1.0, upper / max(1e-12, geometric_rate(prices, alpha)))
-        places = len(agree) if near == bucket else 0
+        result, rate = expected_rate(judgement, prices, self.config.calibration_memory_tokens)
         return Estimate(
-            plan,
-            context,
-            prices,
-            rate,
-            rate / plain,
-            lift * rate / plain,
-            alpha,
-            places,
-            result,
-            calibration,
+            plan, context, prices, rate, rate / plain, alpha, len(agree), result, calibration
         )
 
     def single_agreement(self, plan: Plan) -> float:
@@ -255,7 +251,9 @@ class PlanBook:
             "buckets": [
                 {
                     "bucket": b,
-                    "shortlist": [_skips(p) for p in self._shortlists.get(b, ())],
+                    "shortlist": (
+                        [_skips(p) for p in self._shortlists[b]] if b in self._shortlists else None
+                    ),
                     "judged": [
                         {
                             "skipped": _skips(j.plan),
@@ -285,8 +283,10 @@ class PlanBook:
             b = int(entry["bucket"])
             if not 0 <= b < 64:
                 raise ValueError("a bucket is impossible")
-            if data["latency_at"] == self.costs.profile.measured_at:
-                shortlists[b] = tuple(_plan(n, skipped) for skipped in entry["shortlist"])
+            shortlist = entry["shortlist"]
+            known = data["latency_at"] == self.costs.profile.measured_at
+            if known and shortlist is not None:
+                shortlists[b] = tuple(_plan(n, skipped) for skipped in shortlist)
             for item in entry["judged"]:
                 plan = _plan(n, item["skipped"])
                 windows = tuple(_window(w) for w in item["windows"])

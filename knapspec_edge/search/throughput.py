@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
     """Tokens per round from p_1..p_γ: p_i is the chance of place i given that all before held.
@@ -66,8 +69,11 @@ class Rule(Protocol):
     @property
     def most(self) -> int: ...
 
-    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
-        """(drafted, verified) of a round whose tokens would have these confidences."""
+    def lengths(
+        self, confidences: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(drafted, verified), i64 [rounds], of rounds whose tokens would have these confidences,
+        f64 [rounds, tokens]."""
         ...
 
 
@@ -96,27 +102,27 @@ def replay(
     """
     most = rule.most
     longest = max(most, longest or 0)
-    rounds = tokens = drafted_total = 0
-    total_ms = 0.0
-    tried, right = [0] * most, [0] * most
-    for window in windows:
-        for start in range(len(window.agree) - longest + 1):
-            drafted, verified = rule.length(window.probability[start : start + most])
-            accepted = 0
-            while accepted < verified and window.agree[start + accepted]:
-                accepted += 1
-            for i in range(min(accepted + 1, verified)):
-                tried[i] += 1
-                right[i] += i < accepted
-            rounds += 1
-            tokens += accepted + 1
-            drafted_total += drafted
-            total_ms += drafted * draft_ms + verify_ms(verified + 1)
-    if not rounds:
+    starts = [
+        (window, start) for window in windows for start in range(len(window.agree) - longest + 1)
+    ]
+    if not starts:
         return None
+    confidences = np.array([w.probability[i : i + most] for w, i in starts])  # f64 [rounds, most]
+    agree = np.array([w.agree[i : i + most] for w, i in starts])  # bool [rounds, most]
+    drafted, verified = rule.lengths(confidences)
+    lead = np.logical_and.accumulate(agree, axis=1).sum(axis=1)
+    accepted = np.minimum(lead, verified)
+    places = np.arange(most)
+    tried = (places < np.minimum(accepted + 1, verified)[:, None]).sum(axis=0)
+    right = (places < accepted[:, None]).sum(axis=0)
+    n_tokens = len(starts) + int(accepted.sum())
+    widths, rounds = np.unique(verified + 1, return_counts=True)
+    total_ms = float(drafted.sum()) * draft_ms + sum(
+        int(n) * verify_ms(int(b)) for b, n in zip(widths, rounds, strict=True)
+    )
     return Replay(
-        tokens / rounds,
-        drafted_total / rounds,
-        total_ms / tokens,
-        tuple(r / t for r, t in zip(right, tried, strict=True) if t),
+        n_tokens / len(starts),
+        float(drafted.mean()),
+        total_ms / n_tokens,
+        tuple(float(r / t) for r, t in zip(right, tried, strict=True) if t),
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from .acceptance import Judgement
 from .draft_length import Calibration, ValueRule
 from .throughput import Replay, Window, expected_tokens_geometric, replay, tokens_per_ms
 
@@ -60,6 +64,26 @@ def rate_by_value(
     return best, rate
 
 
+def expected_rate(
+    judgement: Judgement, prices: Prices, memory_tokens: float
+) -> tuple[Replay | None, float]:
+    """Rounds of the value rule on judged text, and the rate in tokens per ms to expect elsewhere.
+
+    A rule that learns how far to trust a draft from the very tokens it is tried on does better on
+    them than on others: the rate is that of each half with what the other half taught.
+    """
+    calibration = judgement.calibration(memory_tokens)
+    found, rate = rate_by_value(judgement.windows, prices, calibration)
+    halves = judgement.halves()
+    if found is None or halves is None:
+        return found, rate
+    ms_per_token = [
+        1.0 / rate_by_value(half.windows, prices, other.calibration(memory_tokens))[1]
+        for half, other in (halves, halves[::-1])
+    ]
+    return found, 2.0 / sum(ms_per_token)
+
+
 @dataclass(frozen=True)
 class _Shorter:
     """A rule on windows too short for its longest draft."""
@@ -67,5 +91,7 @@ class _Shorter:
     rule: ValueRule
     most: int
 
-    def length(self, confidences: Sequence[float]) -> tuple[int, int]:
-        return self.rule.length(confidences[: self.most])
+    def lengths(
+        self, confidences: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self.rule.lengths(confidences[:, : self.most])

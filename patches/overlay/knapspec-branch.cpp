@@ -231,6 +231,53 @@ void knapspec_context::branching::end() {
     open = false;
 }
 
+bool knapspec_context::branching::hold(const llama_batch_ext & batch) {
+    held.clear();
+    if (!dynamic_cast<llama_kv_cache *>(ctx.memory.get()) && !dynamic_cast<llama_kv_cache_iswa *>(ctx.memory.get())) {
+        return true; // of another kind, none of which has a sliding window alone
+    }
+    llama_batch_allocr split(ctx.get_model().hparams.n_pos_per_embd());
+    if (!split.init(batch, ctx.get_model().vocab, true)) {
+        return false;
+    }
+    const llama_ubatch ubatch = split.split_simple(batch.tokens.size());
+    for (llama_kv_cache * cache : caches()) {
+        placed place = { cache, 0, cache->v_heads[0], {}, {}, {}, {} };
+        const auto slot = cache->find_slot(ubatch, false);
+        if (slot.empty()) {
+            held.clear();
+            return false;
+        }
+        const auto & cells = cache->v_cells[0];
+        llama_pos newest = -1;
+        for (const uint32_t i : slot.idxs[0]) {
+            if (!cells.is_empty(i)) {
+                place.taken.push_back(i);
+                newest = std::max(newest, cells.pos_get(i));
+            }
+        }
+        for (uint32_t i = 0; i < cells.size() && newest >= 0; ++i) {
+            if (!cells.is_empty(i) && cells.pos_get(i) <= newest) {
+                place.dropped.push_back(i);
+            }
+        }
+        place.dropped_meta = cells.cp(place.dropped);
+        copy_data(place, true);
+        held.push_back(std::move(place));
+    }
+    return true;
+}
+
+void knapspec_context::branching::give_back() {
+    ctx.synchronize();
+    for (placed & place : held) {
+        place.cache->v_cells[0].set(place.dropped, place.dropped_meta);
+        copy_data(place, false);
+        place.cache->v_heads[0] = place.head;
+    }
+    held.clear();
+}
+
 //
 // graphs
 //

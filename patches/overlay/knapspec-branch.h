@@ -23,6 +23,11 @@ public:
     // Gives sequence 0 back as it was before `begin`, whatever happened since.
     void end();
 
+    // The same around a pass of llama.cpp's own over this batch, whose sequences are not those of sequence 0: what it takes
+    // from a sliding window is put back, and so is the place where the search for cells begins. False: there are no cells.
+    bool hold(const llama_batch_ext & batch);
+    void give_back();
+
     int32_t embed(int32_t last, float * states_out);
     int32_t apply(int32_t sublayer, int32_t n_branches, const float * states, float * states_out);
     int32_t head (int32_t n_branches, const float * states, llama_token * tokens_out, float * probs_out);
@@ -45,7 +50,11 @@ private:
         std::vector<uint32_t> taken; // cells that had left the sliding window, but could come back into it
         llama_kv_cells        meta;
         std::vector<uint8_t>  data;
+        // cells that llama.cpp drops with those taken, as older ones of their sequence; their data stays
+        std::vector<uint32_t> dropped     = {};
+        llama_kv_cells        dropped_meta = {};
     };
+    std::vector<placed> held;
     std::vector<placed> places; // the cache; or the full one and the sliding one
 
     // A part of a graph that is computed by itself.

@@ -550,9 +550,13 @@ int32_t knapspec_context::beside(
             (int32_t) n_tokens, const_cast<llama_token *>(tokens), nullptr,
             batch_pos.data(), batch_n_seq_id.data(), batch_seq_id.data(), batch_logits.data(),
         });
-        is_beside = true;
-        ret = compute(batch);
-        is_beside = false;
+        if (branches().hold(batch)) {
+            is_beside = true;
+            ret = compute(batch);
+            is_beside = false;
+        } else {
+            ret = KNAPSPEC_NO_SLOT;
+        }
     }
     if (ret == KNAPSPEC_OK) {
         ret = pick(batch_pos.data(), (int32_t) n_tokens, sampling, tokens_out, probs_out, margins_out);
@@ -569,6 +573,7 @@ int32_t knapspec_context::beside(
     for (int32_t i = 0; i < n_blocks; ++i) {
         ctx.memory->seq_rm(i + 1, -1, -1);
     }
+    branches().give_back();
     return ret;
 }
 

@@ -282,6 +282,31 @@ def test_the_text_goes_on_after_errors_and_interrupts(context: Any) -> None:
     assert_equal(goes_on(context, tokens, None), goes_on(context, tokens, use))
 
 
+def test_ctrl_c_as_branches_open_leaves_none_open(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = text(60, context.n_vocab)
+    context.prefill(tokens, GREEDY)
+    native = context._lib
+
+    class Pressed:
+        """The library, with a press as soon as branches are open."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def knapspec_branch_begin(self, *arguments: Any) -> int:
+            assert native.knapspec_branch_begin(*arguments) == 0
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(context, "_lib", Pressed())
+        with pytest.raises(KeyboardInterrupt), context.branches(50, tokens[50:], 4):
+            pass
+    context.decode(tokens[0], GREEDY)
+    use_branches(context, 50, tokens[50:], 4)
+
+
 def test_an_interrupt_from_another_thread_ends_the_search(context: Any) -> None:
     tokens = text(60, context.n_vocab)
     context.prefill(tokens, GREEDY)

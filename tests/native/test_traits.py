@@ -123,7 +123,8 @@ def test_windows_hold_fewer_cells(patched_library: Path, tiny_models: Path) -> N
         classes = layer_classes(context.sublayers, context.traits, 6)
         cells = sorted(c.n_cells for c in classes if c.kind is Kind.ATTENTION)
         assert len(cells) == 2
-        assert cells[0] < cells[1] == 4096
+        # those beside the context, in whole steps of the cache, come on top
+        assert cells[0] < 4096 <= cells[1] <= 4096 + 2 * 256
 
 
 @pytest.fixture(params=["llama-dense", "gemma3-dense", "qwen3moe-moe", "phi2-dense"])
