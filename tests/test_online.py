@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,9 @@ def toy(costs: Costs = COSTS, harm: float = GOOD, **options: Any) -> FakeBackend
 
 
 @lru_cache
-def decided(per_token: float, harm: float, scale: float, slope: float) -> Decision:
-    costs = Costs(*(x * scale for x in (0.2, 0.3, 1.0, slope, 1.0)), per_token=per_token)
-    backend = toy(costs, harm)
+def decided(costs: tuple[float, ...], harm: float, attention_harm: float) -> Decision:
+    backend = toy(Costs(*costs), harm)
+    backend.model.harm = dict.fromkeys(range(0, N, 2), attention_harm)
     return planner.decide(backend, "toy", CALIBRATION, MEASURING, None, clock=backend.clock)
 
 
@@ -78,16 +78,19 @@ class Bench:
         costs: Costs = COSTS,
         *,
         harm: float = GOOD,
+        attention_harm: float | None = None,
         turns: Sequence[tuple[int, float]] = (),
         forced: bool = False,
         config: Config = DEFAULTS,
         **options: Any,
     ) -> None:
-        """`harm` while measuring; `turns` of the text that follows."""
-        scale = costs.attention_ms
-        self.decision = decided(costs.per_token, harm, scale, costs.attention_ms_per_1k / scale)
+        """`harm` while measuring, `turns` of the text that follows; attention's own throughout."""
+        own = harm if attention_harm is None else attention_harm
+        self.decision = decided(astuple(costs), harm, own)
         self.backend = toy(costs, harm, **options)
         self.model.turns = list(turns)
+        if attention_harm is not None:
+            self.model.harm = dict.fromkeys(range(0, N, 2), attention_harm)
         measured = self.decision.measured
         assert measured is not None
         self.drift = DriftTracker(measured.costs, config)
@@ -501,20 +504,23 @@ class TestCostOfPlanning:
 
 
 class TestReplanning:
-    def test_a_bucket_changes_the_plan_where_costs_say_so(self) -> None:
-        """Attention is cheap in the beginning and the dearest of all in the end."""
-        costs = replace(COSTS, attention_ms=0.2, attention_ms_per_1k=0.8)
-        bench = Bench(costs, turns=[(0, 0.02)])
-        bench.answer(3500)
-        _, first = bench.history[0]
-        assert bench.planner.n_changes >= 1
-        contexts = {bench.book.bucket(at) for at, _ in bench.history}
-        assert contexts, first
-        early = bench.book.estimate(bench.book.plans(0)[0], 0)
-        late = bench.book.estimate(bench.book.plans(0)[0], 3)
-        assert early is not None
-        assert late is not None
-        assert early.prices.step_ms < late.prices.step_ms
+    @pytest.mark.parametrize("forced", [False, True])
+    def test_a_longer_context_changes_the_plan_where_costs_say_so(self, forced: bool) -> None:
+        """Attention does more harm and costs next to nothing in the beginning, most in the end."""
+        costs = replace(COSTS, attention_ms=0.1, attention_ms_per_1k=1.0, per_token=0.02)
+        bench = Bench(costs, harm=0.02, attention_harm=0.06, turns=[(0, 0.02)], forced=forced)
+        bench.answer(450)
+        first = bench.planner.active
+        assert first is not None
+        assert first.plan.skipped == (1, 3, 5, 7, 9, 11), "the MLPs"
+        bench.answer(3500, prompt=[*PROMPT, 4])
+        last = bench.planner.active
+        assert last is not None
+        assert {0, 2, 4, 6, 8, 10} & set(last.plan.skipped), "attention too"
+        began = [at for at, now in bench.history if now == len(last.plan.skipped)][-1]
+        assert began > 512
+        assert all(now is not None for _, now in bench.history)
+        assert bench.planner.n_changes <= 6
 
     def test_acceptance_outside_its_band_is_looked_at_at_once(self) -> None:
         bench = Bench(turns=[(0, GOOD), (400, 0.15)], forced=True)
