@@ -22,7 +22,7 @@ from knapspec_edge.config import DEFAULTS, Config
 from knapspec_edge.decode.policy import Policy
 from knapspec_edge.decode.session import Session
 from knapspec_edge.engine import Answer, Engine, Settings
-from knapspec_edge.errors import ContextError, Interrupted
+from knapspec_edge.errors import ContextError, Interrupted, NativeError
 from knapspec_edge.latency.drift import DriftTracker
 from knapspec_edge.latency.store import Store
 from knapspec_edge.records import GREEDY, Draft, Plan, RoundTimes, Sampling, Stats
@@ -614,12 +614,17 @@ class TestTrouble:
         assert stats.draft_n_accepted > 0
         assert bench.planner.active is not None
 
-    def test_no_cells_means_no_judging_in_this_answer(self) -> None:
+    @pytest.mark.parametrize(
+        "error",
+        [ContextError("no cells"), NativeError("no finite logit")],
+        ids=["no cells", "a plan that breaks the model"],
+    )
+    def test_what_cannot_be_judged_is_not_judged_in_this_answer(self, error: Exception) -> None:
         bench = Bench(harm=POOR, turns=[(0, GOOD)])
 
         def full(call: str) -> None:
             if call == "beside":
-                bench.backend.fail_at[bench.backend.n_computed] = ContextError("no cells")
+                bench.backend.fail_at[bench.backend.n_computed] = error
 
         bench.backend.on_call = full
         bench.answer(1500)

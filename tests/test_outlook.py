@@ -131,6 +131,13 @@ class TestCurve:
         found = sample_outlook(curve=())
         assert found.front(12) == []
 
+    def test_what_saves_nothing_is_not_on_the_front(self) -> None:
+        """A draft costs at least a step where head and rest of a step were measured as larger."""
+        point = sample_outlook().curve[0]
+        curve = tuple(replace(point, saved_share=share) for share in (-0.2, 0.0, 0.3))
+        assert sample_outlook(curve=curve).front(12) == [curve[2]]
+        assert sample_outlook(curve=curve[:2]).front(12) == []
+
 
 class TestJudged:
     def test_figures_of_a_timed_plan(self) -> None:

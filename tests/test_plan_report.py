@@ -173,6 +173,15 @@ def test_without_a_draft_there_is_no_picture() -> None:
         picture(outlook)
 
 
+@pytest.mark.parametrize("shares", [(0.0,), (-0.5, 0.0), (-0.5, 0.4)])
+def test_cuts_that_save_nothing_do_not_break_the_report(shares: tuple[float, ...]) -> None:
+    found = sample_outlook()
+    curve = tuple(replace(found.curve[0], saved_share=share) for share in shares)
+    text = text_of(plan_report(replace(found, curve=curve)))
+    assert ("What skipping could gain" in text) == (max(shares) > 0.0)
+    assert "Judged plans" in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import DEFAULTS, Config
@@ -61,7 +61,8 @@ def run(
     warn: Callable[[str], None] = lambda warning: None,
     config: Config = DEFAULTS,
 ) -> PlanReport:
-    """Decide for one context, by what is kept about it or by measuring.
+    """Decide for one context, by what is kept about it or by measuring; what was kept from a busy
+    machine is measured again.
 
     `warn` takes each warning when it is due; the report lists them all. Raises what Engine.open and
     Engine.plan raise, and ModelError for a certificate of a model whose head cannot be read; what
@@ -70,6 +71,8 @@ def run(
     from .. import gguf_check, gguf_head
 
     started = time.monotonic()
+    # who asks again after a busy moment does not want to wait an hour for another answer
+    config = replace(config, measure_retry_seconds=0.0)
     at_tokens = options.at_tokens or config.expected_context_tokens
     info = gguf_check.inspect(Path(model_path))
     # what cannot be certified is said before anything is measured

@@ -49,8 +49,8 @@ def sections(report: PlanReport) -> list[Section]:
     if outlook.draft is not None:
         found.append(Section(_draft_title(outlook), (picture(outlook),)))
     found.append(Section("What sublayers cost and contribute", _items(outlook)))
-    if outlook.curve:
-        found.append(Section("What skipping could gain", (_curve(outlook),)))
+    if front := outlook.front(CURVE_ROWS):
+        found.append(Section("What skipping could gain", (_curve(outlook, front),)))
     if outlook.judged:
         found.append(Section("Judged plans", _judged(outlook)))
     if report.certification is not None:
@@ -201,10 +201,9 @@ def _ms_and_share(ms: float, outlook: Outlook) -> str:
     return f"{sign}{sig(abs(ms))} ms, {sign}{100.0 * abs(ms) / outlook.step_ms:.1f} %"
 
 
-def _curve(outlook: Outlook) -> Table:
-    front = outlook.front(CURVE_ROWS)
+def _curve(outlook: Outlook, front: Sequence[CurvePoint]) -> Table:
     kinds = _by_kind(outlook.sublayers)
-    top = max(1.0, *(p.ratio for p in front))
+    top = max([1.0, *(p.ratio for p in front)])
     columns = ("saved\nof a step", *(f"{kind_name(k)}\nskipped" for k in kinds))
     rows = tuple(
         (

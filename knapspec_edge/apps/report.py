@@ -12,7 +12,7 @@ from typing import Any
 
 from ..records import Kind
 
-_NARROWEST = 40  # columns of a terminal; nothing readable fits into fewer
+_NARROWEST = 24  # columns of a terminal; nothing readable fits into fewer
 _RULER = 10  # columns of a picture between two numbers
 _KIND_NAMES = {Kind.MLP: "MLP"}
 

@@ -246,7 +246,9 @@ class _Profiler:
     def _affordable(self, grid: list[int]) -> list[int]:
         """Look at both ends once; shorten the grid where its end would eat the whole budget."""
         first_ms = self._glance(grid[0])
-        # The first pass may have read the weights from a disk: that is loading, not measuring.
+        if first_ms > _SLOW_MS:
+            # It may have read the weights from a disk: loading, not measuring; or was disturbed.
+            first_ms = min(first_ms, self._glance(grid[0]))
         self._since = self.clock()
         self._estimates = [(grid[0], first_ms)]
         left_ms = 1000.0 * (self.budget_seconds - self._elapsed())
@@ -614,7 +616,8 @@ class _Profiler:
     def _close_notes(self) -> None:
         if self._thrown_away:
             self._notes.append(
-                f"the machine was not at rest: {self._thrown_away} visits were thrown away or kept "
+                f"the machine was not at rest: {self._thrown_away} "
+                f"{'visit was' if self._thrown_away == 1 else 'visits were'} thrown away or kept "
                 "although its speed changed in the middle"
             )
         steps = [t for t in self._tasks if t.is_step and t.ratios]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,12 +18,20 @@ _ROUND_PLAIN_STEPS = 4  # plain steps between timed rounds; the first one is not
 
 @dataclass(frozen=True)
 class RoundTiming:
-    """A round as the loop runs it, and plain steps at the same place, interleaved."""
+    """A round as the loop runs it, and plain steps at the same place, interleaved.
+
+    Raises ValueError for what no clock shows.
+    """
 
     draft_tokens: int
     draft_step_ms: float  # one drafted token, switching graphs and cutting the cache included
     verify_ms: float  # the pass over draft_tokens + 1
     plain_step_ms: float
+
+    def __post_init__(self) -> None:
+        times = (self.draft_step_ms, self.verify_ms, self.plain_step_ms)
+        if self.draft_tokens < 1 or not all(0.0 < ms < math.inf for ms in times):
+            raise ValueError("a round takes at least one drafted token, and time")
 
 
 def measure_round(

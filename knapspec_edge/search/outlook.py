@@ -118,12 +118,13 @@ class Outlook:
     def front(self, parts: int) -> list[CurvePoint]:
         """The plan with the best prediction in each of so many parts of all savings.
 
-        Shallow parts are finer, as those of candidates.candidate_plans are.
+        Shallow parts are finer, as those of candidates.candidate_plans are. Plans whose drafts
+        would take as long as a step are left out.
         """
         deepest = max((p.saved_share for p in self.curve), default=0.0)
         chosen: dict[int, CurvePoint] = {}
         for point in self.curve:
-            if deepest > 0.0:
+            if point.saved_share > 0.0:
                 part = min(parts - 1, int(parts * math.sqrt(point.saved_share / deepest)))
                 if part not in chosen or point.ratio > chosen[part].ratio:
                     chosen[part] = point
