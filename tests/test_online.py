@@ -454,14 +454,14 @@ class TestCostOfPlanning:
         estimate = PlanBook._estimate
 
         def slow(*args: Any) -> Any:
-            bench.backend.now_ms += 2.0
+            bench.backend.now_ms += 6.0
             return estimate(*args)
 
         monkeypatch.setattr(PlanBook, "_estimate", slow)
         plan_ms = 0.0
         for i in range(answers):
             plan_ms += bench.answer(n, prompt=[*PROMPT, 1 + i % 20])[1].plan_ms
-        looked_ms = 2.0 * 3 * DEFAULTS.plan_shortlist
+        looked_ms = 6.0 * 3 * DEFAULTS.plan_shortlist
         one_pass_ms = bench.step_ms(N_CTX) * 6
         entered = bench.book.bucket(n) + 1
         share_ms = DEFAULTS.plan_share * bench.planner.decode_ms
@@ -604,6 +604,15 @@ class TestTrouble:
         allowed = (DEFAULTS.guard_loss_steps + 20) * bad.step_ms(500)
         assert stats.predicted_ms <= 1.02 * bad.plain_ms(2000) + allowed
         assert bad.planner.n_judged == 0
+
+    def test_without_room_beside_the_text_another_answer_is_another_chance(self) -> None:
+        bench = Bench(turns=[(0, BAD)], beside_tokens=0)
+        assert bench.answer(300)[1].speculation_stopped is not None
+        bench.model.turns = [(0, GOOD)]
+        bench.answer(300, prompt=[*PROMPT, 3])
+        _, stats = bench.answer(300, prompt=[*PROMPT, 4])
+        assert stats.draft_n_accepted > 0
+        assert bench.planner.active is not None
 
     @pytest.mark.parametrize(
         "error",
