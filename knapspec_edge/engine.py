@@ -467,6 +467,9 @@ class Engine(Closing):
 
     def _keep_learned(self) -> None:
         """Write down what was learned about plans since the last time, if anything."""
+        settle = getattr(self._policy, "settle", None)
+        if settle is not None:
+            settle()
         if self._book is not None and self._book.changed:
             from .search import planner
 

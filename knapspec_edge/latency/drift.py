@@ -12,6 +12,10 @@ from ..config import DEFAULTS, Config
 from ..records import Plan, RoundTimes
 from .costs import Costs
 
+# Contexts that share a prediction, in tokens; divides the steps in which a cache is read.
+_STRIDE = 16
+_KEPT_PREDICTIONS = 64
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -38,6 +42,8 @@ class DriftTracker:
         self._config = config
         kinds = ("step", "draft", "verify")
         self._rounds = 0
+        # predicted times by what they depend on; a prediction costs a visible share of a fast step
+        self._predicted: dict[tuple[object, ...], float] = {}
         # (round, log of observed over predicted)
         self._logs: dict[str, deque[tuple[int, float]]] = {
             kind: deque(maxlen=config.drift_kept_rounds) for kind in kinds
@@ -54,14 +60,32 @@ class DriftTracker:
         if width == 1:
             # right after a draft it may have to change the graph, which no plain step does
             if times.drafted == 0:
-                self._add("step", times.verify_ms, self._costs.step_ms(times.context_tokens))
+                self._add("step", times.verify_ms, self._predict(times.context_tokens))
         else:
-            verify_ms = self._costs.verify_ms(times.context_tokens, width)
+            verify_ms = self._predict(times.context_tokens, width=width)
             self._add("verify", times.verify_ms, verify_ms)
         if plan is not None and times.drafted > 0:
             middle = times.context_tokens + times.drafted // 2
-            draft_ms = self._costs.draft_ms(plan, middle)
+            draft_ms = self._predict(middle, plan=plan)
             self._add("draft", times.draft_ms / times.drafted, draft_ms)
+
+    def _predict(
+        self, context_tokens: int, *, width: int = 1, plan: Plan | None = None
+    ) -> float:
+        """Time of a pass, the same for contexts that differ by less than `_STRIDE` tokens."""
+        context = context_tokens - context_tokens % _STRIDE
+        key = (context, width, plan)
+        found = self._predicted.get(key)
+        if found is None:
+            if len(self._predicted) >= _KEPT_PREDICTIONS:
+                self._predicted.clear()
+            found = (
+                self._costs.verify_ms(context, width)
+                if plan is None
+                else self._costs.draft_ms(plan, context)
+            )
+            self._predicted[key] = found
+        return found
 
     def _add(self, kind: str, observed_ms: float, predicted_ms: float) -> None:
         if observed_ms > 0.0 and predicted_ms > 0.0:

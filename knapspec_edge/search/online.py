@@ -175,6 +175,10 @@ class OnlinePlanner:
         if self._rounds - self._looked_at >= config.plan_interval_rounds or self._left_band():
             self._look_due = True
 
+    def settle(self) -> None:
+        """Write what rounds have shown into the book, such as before it is kept."""
+        self._learn()
+
     # -- deciding ----------------------------------------------------------------------------------
 
     def _spend(self, started: float) -> None:
@@ -217,6 +221,9 @@ class OnlinePlanner:
 
     def _estimate(self, plan: Plan) -> Estimate | None:
         assert self._bucket is not None
+        if self._active is None and not self._forced:
+            # the whole bucket is off or none of it: nothing new is looked up while nothing changes
+            return self._book.estimate(plan, self._bucket, None, self._correction)
         # in steps, so that estimates can be used again: a look that finds nothing new costs nothing
         steps = round(math.log(max(1, self._context_tokens)) / _CONTEXT_STEP)
         context = max(1, min(round(math.exp(steps * _CONTEXT_STEP)), self._book.n_ctx - 1))

@@ -92,6 +92,7 @@ class PlanBook:
         self._draft_logs: list[float] = []
         self._verify_logs: list[float] = []
         self._versions: dict[Plan, int] = {}  # of what is known about each
+        self._learned: set[tuple[int, Plan]] = set()  # what was added or forgotten here
         self._estimates: dict[tuple[object, ...], Estimate] = {}
 
     # -- what was learned --------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class PlanBook:
         if known is not None:
             judgement = known.plus(judgement, self.config.plan_kept_places)
         plans[judgement.plan] = judgement
-        self._touch(judgement.plan)
+        self._touch(bucket, judgement.plan)
 
     def forget(self, bucket: int, plan: Plan, places: int) -> None:
         """The text has changed: keep only the latest windows of what is known about a plan, as few
@@ -120,7 +121,7 @@ class PlanBook:
             while len(windows) > 1 and sum(len(w.agree) for w in windows[1:]) >= places:
                 windows.pop(0)
             self._judged[bucket][plan] = Judgement(plan, tuple(windows))
-            self._touch(plan)
+            self._touch(bucket, plan)
 
     def add_timing(self, plan: Plan, context_tokens: int, timing: RoundTiming) -> None:
         """Real rounds: the cost model keeps its shape and takes their height."""
@@ -133,8 +134,9 @@ class PlanBook:
             self._verify_logs.append(math.log(timing.verify_ms / plain_ms / verify_ms))
             self._estimates.clear()
 
-    def _touch(self, plan: Plan) -> None:
+    def _touch(self, bucket: int, plan: Plan) -> None:
         self.changed = True
+        self._learned.add((bucket, plan))
         self._versions[plan] = self._versions.get(plan, 0) + 1
 
     def judgement(self, bucket: int, plan: Plan) -> Judgement | None:
@@ -273,7 +275,8 @@ class PlanBook:
         }
 
     def read(self, data: Mapping[str, Any]) -> None:
-        """Add what was kept. Raises one of store.INVALID for anything else, adding nothing."""
+        """Add what was kept, except about what was learned here. Raises one of store.INVALID for
+        anything else, adding nothing."""
         if data["first_tokens"] != self.config.bucket_first_tokens:
             return  # other ranges: judged afresh
         n = len(self.sublayers)
@@ -293,9 +296,10 @@ class PlanBook:
                 if not windows:
                     raise ValueError("a judged plan without text")
                 judged.setdefault(b, {})[plan] = Judgement(plan, windows)
-        self._shortlists.update(shortlists)
+        self._shortlists = {**shortlists, **self._shortlists}
         for b, found in judged.items():
-            self._judged.setdefault(b, {}).update(found)
+            new = {p: j for p, j in found.items() if (b, p) not in self._learned}
+            self._judged.setdefault(b, {}).update(new)
         self._estimates.clear()
 
 

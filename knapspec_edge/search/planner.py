@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -346,6 +347,11 @@ def open_book(
 
 
 def save_book(store: Store, key: Mapping[str, Any], book: PlanBook) -> None:
-    """Write it down. Other processes may have learned meanwhile: the latest one wins."""
-    store.save(key, book.to_json())
+    """Write it down, with what other processes have learned about other plans meanwhile."""
+    with store.updating():
+        content = store.load(key)
+        if content is not None:
+            with suppress(*INVALID):
+                book.read(content)
+        store.save(key, book.to_json())
     book.changed = False
