@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from knapspec_edge.config import DEFAULTS, Config
 from knapspec_edge.decode.policy import Policy
 from knapspec_edge.decode.session import Session
 from knapspec_edge.engine import Answer, Engine, Settings
-from knapspec_edge.errors import ContextError, Interrupted
+from knapspec_edge.errors import ContextError, Interrupted, NativeError
 from knapspec_edge.latency.drift import DriftTracker
 from knapspec_edge.latency.store import Store
 from knapspec_edge.records import GREEDY, Draft, Plan, RoundTimes, Sampling, Stats
@@ -64,9 +64,9 @@ def toy(costs: Costs = COSTS, harm: float = GOOD, **options: Any) -> FakeBackend
 
 
 @lru_cache
-def decided(per_token: float, harm: float, scale: float, slope: float) -> Decision:
-    costs = Costs(*(x * scale for x in (0.2, 0.3, 1.0, slope, 1.0)), per_token=per_token)
-    backend = toy(costs, harm)
+def decided(costs: tuple[float, ...], harm: float, attention_harm: float) -> Decision:
+    backend = toy(Costs(*costs), harm)
+    backend.model.harm = dict.fromkeys(range(0, N, 2), attention_harm)
     return planner.decide(backend, "toy", CALIBRATION, MEASURING, None, clock=backend.clock)
 
 
@@ -78,16 +78,19 @@ class Bench:
         costs: Costs = COSTS,
         *,
         harm: float = GOOD,
+        attention_harm: float | None = None,
         turns: Sequence[tuple[int, float]] = (),
         forced: bool = False,
         config: Config = DEFAULTS,
         **options: Any,
     ) -> None:
-        """`harm` while measuring; `turns` of the text that follows."""
-        scale = costs.attention_ms
-        self.decision = decided(costs.per_token, harm, scale, costs.attention_ms_per_1k / scale)
+        """`harm` while measuring, `turns` of the text that follows; attention's own throughout."""
+        own = harm if attention_harm is None else attention_harm
+        self.decision = decided(astuple(costs), harm, own)
         self.backend = toy(costs, harm, **options)
         self.model.turns = list(turns)
+        if attention_harm is not None:
+            self.model.harm = dict.fromkeys(range(0, N, 2), attention_harm)
         measured = self.decision.measured
         assert measured is not None
         self.drift = DriftTracker(measured.costs, config)
@@ -451,14 +454,14 @@ class TestCostOfPlanning:
         estimate = PlanBook._estimate
 
         def slow(*args: Any) -> Any:
-            bench.backend.now_ms += 2.0
+            bench.backend.now_ms += 6.0
             return estimate(*args)
 
         monkeypatch.setattr(PlanBook, "_estimate", slow)
         plan_ms = 0.0
         for i in range(answers):
             plan_ms += bench.answer(n, prompt=[*PROMPT, 1 + i % 20])[1].plan_ms
-        looked_ms = 2.0 * 3 * DEFAULTS.plan_shortlist
+        looked_ms = 6.0 * 3 * DEFAULTS.plan_shortlist
         one_pass_ms = bench.step_ms(N_CTX) * 6
         entered = bench.book.bucket(n) + 1
         share_ms = DEFAULTS.plan_share * bench.planner.decode_ms
@@ -501,20 +504,23 @@ class TestCostOfPlanning:
 
 
 class TestReplanning:
-    def test_a_bucket_changes_the_plan_where_costs_say_so(self) -> None:
-        """Attention is cheap in the beginning and the dearest of all in the end."""
-        costs = replace(COSTS, attention_ms=0.2, attention_ms_per_1k=0.8)
-        bench = Bench(costs, turns=[(0, 0.02)])
-        bench.answer(3500)
-        _, first = bench.history[0]
-        assert bench.planner.n_changes >= 1
-        contexts = {bench.book.bucket(at) for at, _ in bench.history}
-        assert contexts, first
-        early = bench.book.estimate(bench.book.plans(0)[0], 0)
-        late = bench.book.estimate(bench.book.plans(0)[0], 3)
-        assert early is not None
-        assert late is not None
-        assert early.prices.step_ms < late.prices.step_ms
+    @pytest.mark.parametrize("forced", [False, True])
+    def test_a_longer_context_changes_the_plan_where_costs_say_so(self, forced: bool) -> None:
+        """Attention does more harm and costs next to nothing in the beginning, most in the end."""
+        costs = replace(COSTS, attention_ms=0.1, attention_ms_per_1k=1.0, per_token=0.02)
+        bench = Bench(costs, harm=0.02, attention_harm=0.06, turns=[(0, 0.02)], forced=forced)
+        bench.answer(450)
+        first = bench.planner.active
+        assert first is not None
+        assert first.plan.skipped == (1, 3, 5, 7, 9, 11), "the MLPs"
+        bench.answer(3500, prompt=[*PROMPT, 4])
+        last = bench.planner.active
+        assert last is not None
+        assert {0, 2, 4, 6, 8, 10} & set(last.plan.skipped), "attention too"
+        began = [at for at, now in bench.history if now == len(last.plan.skipped)][-1]
+        assert began > 512
+        assert all(now is not None for _, now in bench.history)
+        assert bench.planner.n_changes <= 6
 
     def test_acceptance_outside_its_band_is_looked_at_at_once(self) -> None:
         bench = Bench(turns=[(0, GOOD), (400, 0.15)], forced=True)
@@ -599,12 +605,26 @@ class TestTrouble:
         assert stats.predicted_ms <= 1.02 * bad.plain_ms(2000) + allowed
         assert bad.planner.n_judged == 0
 
-    def test_no_cells_means_no_judging_in_this_answer(self) -> None:
+    def test_without_room_beside_the_text_another_answer_is_another_chance(self) -> None:
+        bench = Bench(turns=[(0, BAD)], beside_tokens=0)
+        assert bench.answer(300)[1].speculation_stopped is not None
+        bench.model.turns = [(0, GOOD)]
+        bench.answer(300, prompt=[*PROMPT, 3])
+        _, stats = bench.answer(300, prompt=[*PROMPT, 4])
+        assert stats.draft_n_accepted > 0
+        assert bench.planner.active is not None
+
+    @pytest.mark.parametrize(
+        "error",
+        [ContextError("no cells"), NativeError("no finite logit")],
+        ids=["no cells", "a plan that breaks the model"],
+    )
+    def test_what_cannot_be_judged_is_not_judged_in_this_answer(self, error: Exception) -> None:
         bench = Bench(harm=POOR, turns=[(0, GOOD)])
 
         def full(call: str) -> None:
             if call == "beside":
-                bench.backend.fail_at[bench.backend.n_computed] = ContextError("no cells")
+                bench.backend.fail_at[bench.backend.n_computed] = error
 
         bench.backend.on_call = full
         bench.answer(1500)

@@ -380,8 +380,9 @@ class TestBudget:
         machine = Clockwork(truth)
         found = profile(machine, 10.0)
         step_seconds = truth.ms(128) / 1000.0
-        # what it takes at least: every class left out once, one wide pass, and steps around them
-        least = 20.5 * step_seconds
+        # what it takes at least: every class left out once, one wide pass, steps around them, and a
+        # second look at the first pass
+        least = 21.5 * step_seconds
         assert machine.clock() <= max(1.05 * CONFIG.profile_overrun * 10.0, least)
         if factor >= 10.0:
             assert found.limit_tokens < 4096 - 34

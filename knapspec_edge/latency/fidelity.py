@@ -302,7 +302,8 @@ def measure_fidelity(
     agreed = (found.tokens[1:, first:] == target).sum(axis=1)
     own = np.array(window[first + 1 :], dtype=np.int32)  # i32 [window - first - 1]
     # Where passes of several tokens pick another one than the text has, margins have no meaning.
-    places = first + np.flatnonzero(found.margins[0, first : len(window) - 1] > 0.0)
+    usable = np.isfinite(found.margins).all(axis=0) & (found.margins[0] > 0.0)  # bool [window]
+    places = first + np.flatnonzero(usable[first : len(window) - 1])
     margins = found.margins[0, places]
     shifts = ((found.margins[1:, places] - margins) ** 2).sum(axis=1)
     notes = []

@@ -18,7 +18,7 @@ from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.guard import SpeedGuard
 from ..decode.loop import Clock
-from ..errors import ContextError
+from ..errors import ContextError, NativeError
 from ..latency.drift import DriftTracker
 from ..records import GREEDY, Draft, Plan, RoundTimes, Sampling
 from .acceptance import Judgement, judge_beside
@@ -30,6 +30,8 @@ from .throughput import Window
 _JUDGE_STEPS = 0.5
 # How far a factor of drift may move before estimates are made anew.
 _DRIFT_STEP = 0.1
+# Logarithm of the factor by which contexts differ that have estimates of their own.
+_CONTEXT_STEP = math.log(1.25)
 # Rounds after which half of what was held against predictions is forgiven.
 _FORGIVE_ROUNDS = 512
 
@@ -215,9 +217,9 @@ class OnlinePlanner:
 
     def _estimate(self, plan: Plan) -> Estimate | None:
         assert self._bucket is not None
-        # of a context's order, so that estimates can be used again
-        context = max(1, round(self._context_tokens / 128)) * 128
-        context = max(1, min(context, self._book.n_ctx - 1))
+        # in steps, so that estimates can be used again: a look that finds nothing new costs nothing
+        steps = round(math.log(max(1, self._context_tokens)) / _CONTEXT_STEP)
+        context = max(1, min(round(math.exp(steps * _CONTEXT_STEP)), self._book.n_ctx - 1))
         return self._book.estimate(plan, self._bucket, context, self._correction)
 
     def _estimates(self) -> list[Estimate]:
@@ -363,8 +365,10 @@ class OnlinePlanner:
                 config.plan_judge_block_tokens,
                 self._sampling,
             )
-        except ContextError:
-            self._can_judge = False  # no cells, or a window that moved on: not in this answer
+        except (ContextError, NativeError):
+            # No cells, a window that moved on, or a plan whose logits are no numbers. The text does
+            # not need it: not in this answer.
+            self._can_judge = False
             return
         self._judge_token_ms = 1000.0 * (self._clock() - started) / width
         self._judged_to[plan] = len(emitted)

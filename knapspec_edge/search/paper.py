@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.policy import FixedPolicy
-from ..errors import ContextError
+from ..errors import ContextError, NativeError
 from ..latency.costs import Costs
 from ..records import GREEDY, Draft, Plan, RoundTimes, Sampling
 from . import hidden_state
@@ -66,8 +66,9 @@ class PaperPolicy:
         weights = hidden_state.paper_weights(savings, config.dp_paper_weight_cap)
         try:
             found = hidden_state.search(self._backend, reference, weights, self._settings)
-        except ContextError:
-            self._can_search = False  # no cells for branches: not in this answer
+        except (ContextError, NativeError):
+            # no cells for branches, or a branch whose logits are no numbers: not in this answer
+            self._can_search = False
             return
         self.n_searches += 1
         self._round += 1  # one search per interval

@@ -91,7 +91,7 @@ class PlanBook:
         # logs of measured over predicted times of real rounds
         self._draft_logs: list[float] = []
         self._verify_logs: list[float] = []
-        self._version = 0
+        self._versions: dict[Plan, int] = {}  # of what is known about each
         self._estimates: dict[tuple[object, ...], Estimate] = {}
 
     # -- what was learned --------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class PlanBook:
         if known is not None:
             judgement = known.plus(judgement, self.config.plan_kept_places)
         plans[judgement.plan] = judgement
-        self._touch()
+        self._touch(judgement.plan)
 
     def forget(self, bucket: int, plan: Plan, places: int) -> None:
         """The text has changed: keep only the latest windows of what is known about a plan, as few
@@ -120,7 +120,7 @@ class PlanBook:
             while len(windows) > 1 and sum(len(w.agree) for w in windows[1:]) >= places:
                 windows.pop(0)
             self._judged[bucket][plan] = Judgement(plan, tuple(windows))
-            self._touch()
+            self._touch(plan)
 
     def add_timing(self, plan: Plan, context_tokens: int, timing: RoundTiming) -> None:
         """Real rounds: the cost model keeps its shape and takes their height."""
@@ -133,9 +133,9 @@ class PlanBook:
             self._verify_logs.append(math.log(timing.verify_ms / plain_ms / verify_ms))
             self._estimates.clear()
 
-    def _touch(self) -> None:
+    def _touch(self, plan: Plan) -> None:
         self.changed = True
-        self._version += 1
+        self._versions[plan] = self._versions.get(plan, 0) + 1
 
     def judgement(self, bucket: int, plan: Plan) -> Judgement | None:
         return self._judged.get(bucket, {}).get(plan)
@@ -202,7 +202,7 @@ class PlanBook:
         judged; else the product of single sublayers. None where nothing can be drafted.
         """
         context = self.context(bucket) if context_tokens is None else context_tokens
-        key = (self._version, plan, bucket, context, correction)
+        key = (self._versions.get(plan, 0), plan, bucket, context, correction)
         if key not in self._estimates:
             found = self._estimate(plan, bucket, context, correction)
             if found is None:
@@ -296,7 +296,7 @@ class PlanBook:
         self._shortlists.update(shortlists)
         for b, found in judged.items():
             self._judged.setdefault(b, {}).update(found)
-        self._version += 1
+        self._estimates.clear()
 
 
 def _skips(plan: Plan) -> list[int]:
