@@ -901,7 +901,7 @@ def _open(
         progress=terminal.progress,
     )
     terminal.clear_progress()
-    for warning in engine.take_warnings():
+    for warning in dict.fromkeys(engine.take_warnings()):  # said for each thing it could not keep
         terminal.warning(warning)
     return engine
 

@@ -733,6 +733,11 @@ class TestStore:
         wrong: list[dict[str, object]] = [{}, {"profile": 3}, {"profile": {}, "finalists": None}]
         if which == "decision":
             wrong += [{**good, "finalists": [{}]}, {**good, "fidelity": 7}, {**good, "window": "a"}]
+            timed = next(f for f in good["finalists"] if f["timing"] is not None)
+            for name in ("plain_step_ms", "draft_step_ms", "verify_ms", "draft_tokens"):
+                for value in (0, -1.0, math.inf, math.nan, "1"):
+                    impossible = {**timed, "timing": {**timed["timing"], name: value}}
+                    wrong.append({**good, "finalists": [impossible]})
         for content in wrong:
             warnings.clear()
             store = Store(tmp_path, warn=warnings.append)  # each says a thing once

@@ -238,7 +238,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 81, 100, 200])
+@pytest.mark.parametrize("width", [24, 33, 40, 60, 80, 81, 100, 200])
 def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int) -> None:
     profile = latency_profile(MANY, widths=(*WIDTHS, 24, 32))
     report = profile_report(profile, notes=("note " * 60, "x" * 150), path="/a/b" * 60)

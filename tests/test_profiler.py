@@ -406,6 +406,13 @@ class TestBudget:
         assert machine.clock() <= CONFIG.profile_overrun * 10.0 + 12 * 0.32
         assert Costs(found).step_ms(500) > 0.0
 
+    def test_a_first_pass_that_reads_the_weights_from_a_disk(self) -> None:
+        """It is no reason to leave out the longer contexts."""
+        machine = Clockwork(TRUTH, noise=lambda ms, seconds: ms + (1000.0 if not seconds else 0.0))
+        found = profile(machine, 8.0)
+        assert len(found.contexts) > 1
+        assert not any("extrapolated" in note for note in found.notes)
+
     def test_one_stall_of_many_seconds(self) -> None:
         stalled = [False]
 

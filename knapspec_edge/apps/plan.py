@@ -18,6 +18,9 @@ from ..search import plan_file, planner
 from ..search.outlook import Outlook
 from .certify import Certification, certify
 
+# Who asks again after the machine was busy does not want the same answer for an hour.
+ASKED = replace(DEFAULTS, measure_retry_seconds=0.0)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -59,10 +62,9 @@ def run(
     progress: Progress = lambda stage, share: None,
     *,
     warn: Callable[[str], None] = lambda warning: None,
-    config: Config = DEFAULTS,
+    config: Config = ASKED,
 ) -> PlanReport:
-    """Decide for one context, by what is kept about it or by measuring; what was kept from a busy
-    machine is measured again.
+    """Decide for one context, by what is kept about it or by measuring.
 
     `warn` takes each warning when it is due; the report lists them all. Raises what Engine.open and
     Engine.plan raise, and ModelError for a certificate of a model whose head cannot be read; what
@@ -71,8 +73,6 @@ def run(
     from .. import gguf_check, gguf_head
 
     started = time.monotonic()
-    # who asks again after a busy moment does not want to wait an hour for another answer
-    config = replace(config, measure_retry_seconds=0.0)
     at_tokens = options.at_tokens or config.expected_context_tokens
     info = gguf_check.inspect(Path(model_path))
     # what cannot be certified is said before anything is measured
@@ -82,8 +82,9 @@ def run(
 
     def pass_on(engine: Engine) -> None:
         for warning in engine.take_warnings():
-            warnings.append(warning)
-            warn(warning)
+            if warning not in warnings:  # the engine says it for each thing it could not keep
+                warnings.append(warning)
+                warn(warning)
 
     with Engine.open(
         info.path,

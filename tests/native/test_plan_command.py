@@ -53,6 +53,18 @@ def test_measured_once_and_found_again(
     assert renderables(again, 80)
 
 
+def test_what_a_busy_machine_said_is_measured_again_when_asked_again(
+    patched_library: Path, tiny_models: Path, user_cache: Path
+) -> None:
+    model = tiny_models / "llama-dense.gguf"
+    # every measurement counts as one of a busy machine
+    busy = replace(plan.ASKED, plan_floor_agreement=0.0, measure_max_spread=-1.0)
+    assert plan.run(model, QUICK, config=busy).outlook.disturbed
+    patient = replace(busy, measure_retry_seconds=3600.0)
+    assert plan.run(model, QUICK, config=patient).outlook.from_cache
+    assert not plan.run(model, QUICK, config=busy).outlook.from_cache
+
+
 def test_the_saved_plan_can_be_drafted_with(
     patched_library: Path, tiny_models: Path, user_cache: Path, tmp_path: Path
 ) -> None:
