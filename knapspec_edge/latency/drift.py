@@ -43,7 +43,7 @@ class DriftTracker:
         kinds = ("step", "draft", "verify")
         self._rounds = 0
         # predicted times by what they depend on; a prediction costs a visible share of a fast step
-        self._predicted: dict[tuple[object, ...], float] = {}
+        self._predicted: dict[tuple[int, int, Plan | None], float] = {}
         # (round, log of observed over predicted)
         self._logs: dict[str, deque[tuple[int, float]]] = {
             kind: deque(maxlen=config.drift_kept_rounds) for kind in kinds
@@ -69,11 +69,9 @@ class DriftTracker:
             draft_ms = self._predict(middle, plan=plan)
             self._add("draft", times.draft_ms / times.drafted, draft_ms)
 
-    def _predict(
-        self, context_tokens: int, *, width: int = 1, plan: Plan | None = None
-    ) -> float:
+    def _predict(self, context_tokens: int, *, width: int = 1, plan: Plan | None = None) -> float:
         """Time of a pass, the same for contexts that differ by less than `_STRIDE` tokens."""
-        context = context_tokens - context_tokens % _STRIDE
+        context = context_tokens - context_tokens % _STRIDE + _STRIDE // 2
         key = (context, width, plan)
         found = self._predicted.get(key)
         if found is None:
