@@ -185,10 +185,10 @@ def test_a_real_comparison_with_the_unpatched_library(tmp_path: Path) -> None:
     assert not reports[0].complete
     assert reports[1].complete
     plain, forced, other = reports[1].sides
-    # alternating: the order is rotated from prompt to prompt
+    # alternating: the order is rotated from prompt to prompt, and reversed
     assert seen == [
         PLAIN, "plan forced", bench.UNPATCHED,
-        "plan forced", bench.UNPATCHED, PLAIN,
+        PLAIN, bench.UNPATCHED, "plan forced",
     ]  # fmt: skip
     assert (plain.name, plain.speculated, plain.draft_n) == (PLAIN, False, 0)
     assert forced.speculated

@@ -170,11 +170,11 @@ def run(engine: Engine, options: Options, progress: Progress | None = None) -> I
         environment = _environment(engine)
         runs: list[Run] = []
         total = len(sides) * len(prompts) * options.repeats
-        order = list(sides)
+        order, forward = list(sides), True
         for repeat in range(options.repeats):
             for number, tokens in enumerate(token_lists):
                 block = []
-                for name in order:
+                for name in order if forward else order[::-1]:
                     if options.cooldown_seconds:
                         time.sleep(options.cooldown_seconds)
                     result = sides[name](tokens, options.max_tokens)
@@ -182,7 +182,8 @@ def run(engine: Engine, options: Options, progress: Progress | None = None) -> I
                     block.append(result)
                     if progress is not None:
                         progress(len(runs) + len(block), total, result)
-                order = order[1:] + order[:1]
+                # Every other time backwards as well: what runs after what matters, too.
+                order, forward = order[1:] + order[:1], not forward
                 _compare(block)
                 runs += block
                 complete = len(runs) == total
