@@ -317,6 +317,7 @@ def test_options_reach_the_engine_and_so_does_the_environment(
         "kv_type": "q8_0",
         "flash_attn": "on",
         "spec": "off",
+        "policy": "knapspec",
         "template": "chatml",
         "needs_template": False,
         "expected_tokens": 1 + 256,  # of the prompt, and of an answer that nobody limits
