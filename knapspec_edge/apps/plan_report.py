@@ -91,8 +91,9 @@ def _draft_line(outlook: Outlook, best: JudgedPlan) -> str:
         f"{best.skipped[kind.value]} of {n} {kind_name(kind)}" for kind, n in kinds.items()
     )
     return (
-        f"{skipped} sublayers skipped; γ = {best.draft.max_tokens}, and none after a token less "
-        f"sure than {best.draft.min_probability:.2f}"
+        f"{skipped} sublayers skipped; {best.drafted_per_round:.1f} tokens a round on average, each "
+        f"draft as long as it is worth; in a plan file γ = {best.draft.max_tokens}, and none after "
+        f"a token less sure than {best.draft.min_probability:.2f}"
     )
 
 

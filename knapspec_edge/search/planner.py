@@ -122,7 +122,8 @@ def decide(
                 measured = Measured(Costs(latency), text, fidelity)
                 if not (retry and _disturbance(measured, finalists, config)):
                     return choose(measured, finalists, backend.sublayers, config, from_cache=True)
-                latency = None
+                if measured.costs.blind:
+                    latency = None  # else the rounds are measured again, on the same profile
         except INVALID:
             store.ignore(key)
 
@@ -292,6 +293,8 @@ def _to_json(measured: Measured, finalists: Sequence[Finalist]) -> dict[str, Any
 
 def _from_json(data: dict[str, Any], n_sublayers: int) -> tuple[Text, Fidelity, list[Finalist]]:
     text = Text(tuple(int(t) for t in data["prompt"]), tuple(int(t) for t in data["window"]))
+    if not all(0 <= t < 2**31 for t in (*text.prompt, *text.window)):
+        raise ValueError("a stored token is impossible")
     fidelity = Fidelity.from_json(data["fidelity"], n_sublayers)
     finalists = []
     for entry in data["finalists"]:
