@@ -460,10 +460,11 @@ class Engine(Closing):
             return PaperPolicy(self.backend, book.costs, self.config)
         from .search.online import OnlinePlanner
 
-        forced = spec == "on"
-        return OnlinePlanner(
-            self.backend, book, drift, forced=forced, config=self.config, clock=self._clock
+        policy = OnlinePlanner(
+            self.backend, book, drift, forced=spec == "on", config=self.config, clock=self._clock
         )
+        policy.prepare(min(self.config.expected_context_tokens, self.n_ctx))
+        return policy
 
     def _keep_learned(self) -> None:
         """Write down what was learned about plans since the last time, if anything."""

@@ -90,6 +90,12 @@ class OnlinePlanner:
         self._handicaps: dict[int, tuple[float, int]] = {}
         self._ended: str | None = None
 
+    def prepare(self, context_tokens: int) -> None:
+        """Estimate all plans for contexts up to this one, so that the first answer need not."""
+        for bucket in range(self._book.bucket(context_tokens) + 1):
+            for plan in self._book.plans(bucket):
+                self._book.estimate(plan, bucket, None, self._correction)
+
     # -- decode.policy.Policy ----------------------------------------------------------------------
 
     @property
