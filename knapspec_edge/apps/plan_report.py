@@ -91,9 +91,9 @@ def _draft_line(outlook: Outlook, best: JudgedPlan) -> str:
         f"{best.skipped[kind.value]} of {n} {kind_name(kind)}" for kind, n in kinds.items()
     )
     return (
-        f"{skipped} sublayers skipped; {best.drafted_per_round:.1f} tokens a round on average, each "
-        f"draft as long as it is worth; in a plan file γ = {best.draft.max_tokens}, and none after "
-        f"a token less sure than {best.draft.min_probability:.2f}"
+        f"{skipped} sublayers skipped; {best.drafted_per_round:.1f} tokens a round on average, "
+        f"each draft as long as it is worth; in a plan file γ = {best.draft.max_tokens}, and none "
+        f"after a token less sure than {best.draft.min_probability:.2f}"
     )
 
 
