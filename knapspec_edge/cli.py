@@ -597,10 +597,7 @@ def profile(
     finally:
         terminal.clear_progress()
     if as_json:
-        import json
-
-        data = profile_report.to_json(report)
-        terminal.text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+        _print_object(terminal, profile_report.to_json(report))
     else:
         terminal.show(profile_report.renderables(report, terminal.columns))
     if drawing is not None:
@@ -710,10 +707,7 @@ def plan(
     finally:
         terminal.clear_progress()
     if as_json:
-        import json
-
-        data = plan_report.to_json(report)
-        terminal.text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+        _print_object(terminal, plan_report.to_json(report))
     else:
         unicode = terminal.can_show(plan_report.UNICODE)
         terminal.show(plan_report.renderables(report, terminal.columns, unicode=unicode))
@@ -904,6 +898,13 @@ def _open(
     for warning in dict.fromkeys(engine.take_warnings()):  # said for each thing it could not keep
         terminal.warning(warning)
     return engine
+
+
+def _print_object(terminal: Terminal, data: dict[str, Any]) -> None:
+    """One JSON object on standard output."""
+    import json
+
+    terminal.text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _greet(engine: Engine, terminal: Terminal) -> None:

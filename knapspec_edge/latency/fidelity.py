@@ -70,6 +70,12 @@ class ItemAgreement:
         return -math.log(self.expected) if self.expected > 0.0 else math.inf
 
 
+def joint_agreement(items: Sequence[ItemAgreement], plan: Plan) -> float:
+    """What single sublayers let expect of a plan: the product over what it leaves out. `items` are
+    those of all sublayers, in order."""
+    return math.exp(-sum(items[i].loss for i in plan.skipped))
+
+
 def expected_agreement(agreed: float, total: float, prior: float | None = None) -> float:
     """Posterior mean of an agreement that was counted.
 

@@ -21,23 +21,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 # Upper ends of the bins of confidence. Most drafted tokens are sure, so bins are finer there.
 CONFIDENCE_BINS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
+# One number or many.
+_Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 # How much the prior counts, in tokens per bin.
 _PRIOR_TOKENS = 4.0
 
 
-def _prior(confidence: float) -> float:
+def _prior(confidence: _Numbers) -> _Numbers:
     """A draft is right about as often as it is sure, and less often than it is very sure."""
     return 0.15 + 0.75 * confidence
-
-
-def _priors(confidences: NDArray[np.float64]) -> NDArray[np.float64]:
-    return 0.15 + 0.75 * confidences
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Calibration:
     def acceptances(self, confidences: NDArray[np.float64]) -> NDArray[np.float64]:
         """The same for many, in their shape."""
         bins = _bins(confidences)
-        right = np.array(self.right)[bins] + _PRIOR_TOKENS * _priors(confidences)
+        right = np.array(self.right)[bins] + _PRIOR_TOKENS * _prior(confidences)
         found: NDArray[np.float64] = right / (np.array(self.tried)[bins] + _PRIOR_TOKENS)
         return found
 

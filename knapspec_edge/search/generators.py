@@ -9,11 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from ..backend import Backend
 from ..config import POLICIES, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError, PlanError
 from ..latency.costs import Costs
+from ..latency.fidelity import joint_agreement
 from ..records import Plan, SubLayer
 from . import hidden_state
 from .candidates import candidate_plans, geometric_rate, verification_ms
@@ -66,7 +69,7 @@ def by_promise(
     verify_ms = verification_ms(costs, context, config)
 
     def rate(plan: Plan) -> float:
-        alpha = math.exp(-sum(items[i].loss for i in plan.skipped))
+        alpha = joint_agreement(items, plan)
         return geometric_rate(costs.draft_ms(plan, context), alpha, verify_ms)
 
     return sorted(plans, key=rate, reverse=True)
@@ -104,14 +107,11 @@ def hidden_state_plans(
     n_sublayers = len(backend.sublayers)
     context = measured.context_tokens
     if settings.max_branches is None:
-        savings = [measured.costs.saving_ms(i, context) for i in range(n_sublayers)]
-        weights: Sequence[int] = hidden_state.paper_weights(
-            savings, config.dp_paper_weight_cap
-        ).tolist()
+        weights = hidden_state.weights_at(measured.costs, context, n_sublayers, config)
     else:
         units, _ = measured.costs.integer_weights(context, largest_error=config.dp_rounding_error)
-        weights = [int(u) for u in units]
-    if measured.costs.blind or not any(weights):
+        weights = np.asarray(units, dtype=np.int64)
+    if measured.costs.blind or not weights.any():
         return []
     try:
         inputs = window[:-1]

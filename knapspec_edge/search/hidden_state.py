@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..backend import Backend
 from ..config import DEFAULTS, Config
+from ..latency.costs import Costs
 from ..latency.timing import Clock
 from ..records import Plan, SubLayer
 from .acceptance import Judgement
@@ -104,6 +105,14 @@ def paper_weights(costs_ms: Sequence[float], cap: int | None = None) -> NDArray[
     if seen.any():
         weights[seen] = np.rint(costs[seen] / costs[seen].min()).astype(np.int64)
     return weights if cap is None else np.minimum(weights, cap)
+
+
+def weights_at(
+    costs: Costs, context_tokens: int, n_sublayers: int, config: Config = DEFAULTS
+) -> NDArray[np.int64]:
+    """The weights of the published method for a model at one context, i64 [sublayers]."""
+    savings_ms = [costs.saving_ms(i, context_tokens) for i in range(n_sublayers)]
+    return paper_weights(savings_ms, config.dp_paper_weight_cap)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from .acceptance import Judgement
 from .candidates import draft_lengths
 from .draft_length import FixedRule
 from .throughput import Replay, replay
-from .valuation import Prices, expected_rate
+from .valuation import Prices, expected_rate, verification_curve
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,7 @@ def best_length(
     step_ms *= correction.step
     draft_ms *= correction.draft
     verify_scale *= correction.verify
-
-    def verify_ms(tokens: int) -> float:
-        # Several tokens never cost less than one; a measurement that says so was disturbed.
-        return max(step_ms, verify_scale * costs.verify_ms(context, tokens))
+    curve = verification_curve(costs, context, step_ms, verify_scale, config)
 
     best: tuple[int, Replay] | None = None
     # Every length is replayed from the same places, or a lucky place would favour one of them.
@@ -91,21 +88,22 @@ def best_length(
     lengths = [g for g in draft_lengths(costs, config) if 2 * g <= places + 1]
     for gamma in lengths:
         rule = FixedRule(gamma, config.draft_min_probability)
-        result = replay(judgement.windows, rule, draft_ms, verify_ms, max(lengths))
+        result = replay(
+            judgement.windows, rule, draft_ms, lambda tokens: curve[tokens - 1], max(lengths)
+        )
         if result is not None and (best is None or result.ms_per_token < best[1].ms_per_token):
             best = (gamma, result)
     if best is None:
         return None
     gamma, fixed = best
-    verify_by_length = (step_ms, *(verify_ms(g + 1) for g in draft_lengths(costs, config)))
-    prices = Prices(step_ms, draft_ms, verify_by_length)
+    prices = Prices(step_ms, draft_ms, curve)
     by_value, rate = expected_rate(judgement, prices, config.calibration_memory_tokens)
     shown = fixed if by_value is None else by_value
     return Alternative(
         Draft(plan, gamma, config.draft_min_probability),
         judgement.agreement,
         draft_ms / step_ms,
-        verify_ms(gamma + 1) / step_ms,
+        curve[gamma] / step_ms,
         shown.tokens_per_round,
         shown.drafted_per_round,
         rate * step_ms,

@@ -62,8 +62,8 @@ class PaperPolicy:
             position - n, tuple(emitted[-n - 1 : -1]), tuple(emitted[-n:])
         )
         context = max(1, position)
-        savings = [self._costs.saving_ms(i, context) for i in range(len(self._backend.sublayers))]
-        weights = hidden_state.paper_weights(savings, config.dp_paper_weight_cap)
+        n_sublayers = len(self._backend.sublayers)
+        weights = hidden_state.weights_at(self._costs, context, n_sublayers, config)
         try:
             found = hidden_state.search(self._backend, reference, weights, self._settings)
         except (ContextError, NativeError):

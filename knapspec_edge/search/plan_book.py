@@ -15,15 +15,15 @@ from typing import Any
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
 from ..latency.drift import NO_CORRECTION, Correction
-from ..latency.fidelity import Fidelity
+from ..latency.fidelity import Fidelity, joint_agreement
 from ..latency.rounds import RoundTiming
 from ..records import FULL, SKIP, Plan, SubLayer
 from .acceptance import Judgement
 from .buckets import bucket_of, context_of
-from .candidates import candidate_plans, draft_lengths
+from .candidates import candidate_plans
 from .draft_length import Calibration, ValueRule
 from .throughput import Replay, Window
-from .valuation import Prices, expected_rate, geometric_rate
+from .valuation import Prices, expected_rate, geometric_rate, verification_curve
 
 # Standard normal quantile of the bounds of an acceptance.
 _QUANTILE = 1.64
@@ -82,6 +82,7 @@ class PlanBook:
     ) -> None:
         self.costs = costs
         self.fidelity = fidelity
+        self._items = fidelity.agreements(sublayers)
         self.sublayers = sublayers
         self.n_ctx = n_ctx
         self.config = config
@@ -183,13 +184,9 @@ class PlanBook:
         step_ms = correction.step * costs.step_ms(context_tokens)
         draft_scale = correction.draft * _typical(self._draft_logs)
         verify_scale = correction.verify * _typical(self._verify_logs)
-        verify_ms = tuple(
-            # several tokens never cost less than one
-            max(step_ms, verify_scale * costs.verify_ms(context_tokens, gamma + 1))
-            for gamma in draft_lengths(costs, self.config)
-        )
         draft_ms = draft_scale * costs.draft_ms(plan, context_tokens)
-        return Prices(step_ms, draft_ms, (step_ms, *verify_ms))
+        curve = verification_curve(costs, context_tokens, step_ms, verify_scale, self.config)
+        return Prices(step_ms, draft_ms, curve)
 
     def estimate(
         self,
@@ -238,8 +235,7 @@ class PlanBook:
 
     def single_agreement(self, plan: Plan) -> float:
         """Product of what was measured for each sublayer it leaves out."""
-        items = self.fidelity.agreements(self.sublayers)
-        return math.exp(-sum(items[i].loss for i in plan.skipped))
+        return joint_agreement(self._items, plan)
 
     # -- on disk -----------------------------------------------------------------------------------
 

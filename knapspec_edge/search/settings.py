@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX, Config
 from ..latency.costs import Costs
-from ..latency.fidelity import Fidelity
+from ..latency.fidelity import Fidelity, joint_agreement
 from ..records import SubLayer
 from .candidates import candidate_plans, geometric_rate, verification_ms
 
@@ -83,12 +83,12 @@ def _speculation_ms(
 ) -> float:
     if costs.max_width < 2 or not fidelity.counts:
         return costs.step_ms(context_tokens)
-    losses = [item.loss for item in fidelity.agreements(sublayers)]
+    items = fidelity.agreements(sublayers)
     verify_ms = verification_ms(costs, context_tokens, config)
     rates = [
         geometric_rate(
             costs.draft_ms(plan, context_tokens),
-            math.exp(-sum(losses[i] for i in plan.skipped)),
+            joint_agreement(items, plan),
             verify_ms,
         )
         for plan in candidate_plans(costs, fidelity, context_tokens, sublayers, config)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import Config
+from ..latency.costs import Costs
+from . import candidates
 from .acceptance import Judgement
 from .draft_length import Calibration, ValueRule
-from .throughput import Replay, Window, expected_tokens_geometric, replay, tokens_per_ms
+from .throughput import Replay, Window, replay
 
 # Rounds of replay after which the price of time has settled.
 _RATE_ROUNDS = 3
@@ -25,14 +28,19 @@ class Prices:
     verify_ms: tuple[float, ...]  # [j]: verifying j drafted tokens; [0] is a plain step
 
 
+def verification_curve(
+    costs: Costs, context_tokens: int, step_ms: float, scale: float, config: Config
+) -> tuple[float, ...]:
+    """Prices.verify_ms of a context whose plain step takes `step_ms`: the measured curve times
+    `scale`. Several tokens never cost less than one: what says so was disturbed."""
+    by_length = candidates.verification_ms(costs, context_tokens, config)
+    return (step_ms, *(max(step_ms, scale * ms) for ms in by_length.values()))
+
+
 def geometric_rate(prices: Prices, alpha: float) -> float:
     """Tokens per ms at the best fixed length, one acceptance for every place."""
-    return max(
-        tokens_per_ms(
-            expected_tokens_geometric(alpha, gamma), gamma, prices.draft_ms, prices.verify_ms[gamma]
-        )
-        for gamma in range(1, len(prices.verify_ms))
-    )
+    by_length = dict(enumerate(prices.verify_ms[1:], start=1))
+    return candidates.geometric_rate(prices.draft_ms, alpha, by_length)
 
 
 def rate_by_value(

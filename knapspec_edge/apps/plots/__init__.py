@@ -54,6 +54,14 @@ class Drawing:
     sections: Sequence[Section]  # of the page; pictures are left to the figure
 
 
+def with_warnings(sections: Sequence[Section], warnings: Sequence[str]) -> list[Section]:
+    """A page also lists the warnings, which a terminal has shown before."""
+    if not warnings:
+        return list(sections)
+    facts = Facts(tuple(("", text) for text in warnings))
+    return [*sections, Section("Warnings", (facts,))]
+
+
 def check(path: Path) -> None:
     """Whether a plot could be written to `path`. Raises UsageError, one line, where not."""
     suffix = _suffix(path)

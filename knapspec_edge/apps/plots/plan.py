@@ -9,8 +9,8 @@ import numpy as np
 from ...records import Kind
 from ..plan import PlanReport
 from ..plan_report import RUNS, SKIPPED, WINDOWED, picture, sections, title
-from ..report import Facts, Section, kind_name
-from . import HUES, Drawing
+from ..report import kind_name
+from . import HUES, Drawing, with_warnings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,16 +21,12 @@ _COLOURS = {RUNS: _RUNS, SKIPPED: _SKIPPED, WINDOWED: _WINDOWED}
 
 
 def drawing(report: PlanReport) -> Drawing:
-    """The page also lists the warnings, which a terminal has shown before."""
-    shown = sections(report)
-    if report.warnings:
-        facts = Facts(tuple(("", text) for text in report.warnings))
-        shown.append(Section("Warnings", (facts,)))
+    """What `plots.save` writes of a report."""
     return Drawing(
         title(report),
         "The plan layer by layer, cost and contribution of sublayers, and speed by saving",
         lambda: _figure(report),
-        shown,
+        with_warnings(sections(report), report.warnings),
     )
 
 

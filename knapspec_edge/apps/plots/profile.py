@@ -11,8 +11,8 @@ from ...latency.costs import Costs
 from ...records import Kind
 from ..profile import ProfileReport, SettingResult
 from ..profile_report import groups_of, round_tokens, sections, setting_name, title
-from ..report import Facts, Section, kind_name
-from . import HEAD, HUES, REST, Drawing
+from ..report import kind_name
+from . import HEAD, HUES, REST, Drawing, with_warnings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,16 +23,12 @@ _MAX_CURVES = 6  # contexts of the verification curve that are drawn
 
 
 def drawing(report: ProfileReport) -> Drawing:
-    """The page also lists the warnings, which a terminal has shown before."""
-    shown = sections(report)
-    if report.warnings:
-        facts = Facts(tuple(("", text) for text in report.warnings))
-        shown.append(Section("Warnings", (facts,)))
+    """What `plots.save` writes of a report."""
     return Drawing(
         title(report),
         "Cost of a sublayer, verification curve and shares of a step",
         lambda: _figure(report),
-        shown,
+        with_warnings(sections(report), report.warnings),
     )
 
 
