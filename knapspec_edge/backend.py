@@ -89,13 +89,19 @@ class Backend(Protocol):
         """Whether this token ends a generation."""
         ...
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise UsageError, one line, for what this model cannot be asked for: a grammar that
+        cannot be read, a bias on a token that does not exist."""
+        ...
+
     def prefill(
         self,
         tokens: Sequence[int],
         sampling: Sampling,
         progress: Callable[[int, int], None] | None = None,
     ) -> Pick:
-        """Append tokens with the full model and pick the token after the last one.
+        """Append tokens with the full model and pick the token after the last one. An answer
+        begins behind them: from there on a grammar holds, for all picks that come later.
 
         `progress(done_tokens, total_tokens)` is called between slices.
         Raises ContextError if they do not fit, Interrupted after `interrupt()`.

@@ -6,7 +6,7 @@ tokens, and both stand in the names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -107,26 +107,66 @@ class Pick:
     """The token chosen from one row of logits.
 
     `probability` is the softmax probability of that token at the sampling temperature (at
-    temperature 0: of the plain softmax), in 0..1. `margin` is the distance between the best and the
-    second-best score that the choice was made on (logits at temperature 0).
+    temperature 0: of the plain softmax), in 0..1, among the tokens that the filters left; where a
+    grammar rejected others, of what was not rejected. `margin` is the distance between the best and
+    the second-best score that the choice was made on (logits at temperature 0).
+
+    `logprob` is the natural logarithm of the token's probability in the model's own distribution,
+    before any setting changes it; `top` are the (token, logprob) of the most probable ones, best
+    first. Both only where `Sampling.n_probs` asked, and only for picks of the full model.
     """
 
     token: int
     probability: float
     margin: float
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form that an answer has to have, in llama.cpp's GBNF."""
+
+    text: str
+    root: str = "root"
+    # tokens that end an answer besides those that the vocabulary says; allowed where an end is
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How a token is picked from logits. Temperature 0 is argmax.
 
+    In the order of llama.cpp: logit bias, penalties, top-k, typical, top-p, min-p, temperature; with
+    `temperature_first`, the temperature comes before the filters. A value that switches its filter
+    off is the default. The pick is then drawn by Gumbel-max.
+
     The random numbers of a position are a hash of (seed, position, token id), so the pick does not
-    depend on who asks: draft and target share their noise.
+    depend on who asks: draft and target share their noise. Penalties see the last `penalty_last_n`
+    tokens of the text before the position, prompt included; the grammar sees the answer's. So a
+    pick is a function of logits, text and settings, and there is no state that could be out of step.
     """
 
     temperature: float = 0.0
-    min_p: float = 0.0
+    min_p: float = 0.0  # share of the most probable token's probability; 0: off
     seed: int = 0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    typical_p: float = 1.0  # 1: off
+    temperature_first: bool = False
+    repeat_penalty: float = 1.0  # divides positive logits, multiplies others; 1: off
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token in the window
+    frequency_penalty: float = 0.0  # subtracted once per occurrence
+    penalty_last_n: int = 64  # tokens of the window; 0: no penalties, -1: the whole text
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit); -inf forbids
+    grammar: Grammar | None = None
+    # how many of the most probable tokens to report with each pick; None: no log-probabilities
+    n_probs: int | None = None
+
+    @property
+    def law(self) -> Sampling:
+        """What decides about probabilities: all but the seed and what is reported."""
+        return replace(self, seed=0, n_probs=None)
 
 
 GREEDY = Sampling()
@@ -151,6 +191,8 @@ class TokenEvent:
     drafted: bool  # it had been proposed by the draft and accepted
     round: int  # 0: the pick that came with the prompt; then one per pass of the target, from 1
     margin: float | None = None  # of the target's pick, see Pick
+    logprob: float | None = None  # see Pick; None unless asked for
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

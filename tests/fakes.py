@@ -234,6 +234,9 @@ class FakeBackend:
     def is_end(self, token: int) -> bool:
         return token in self.model.end_tokens
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        pass
+
     def prefill(
         self,
         tokens: Sequence[int],

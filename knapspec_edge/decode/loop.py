@@ -239,5 +239,12 @@ class Loop:
         self.stats.completion_tokens += 1
         self.stats.cut_n -= 1
         return TokenEvent(
-            pick.token, position, pick.probability, drafted, self.stats.rounds, pick.margin
+            pick.token,
+            position,
+            pick.probability,
+            drafted,
+            self.stats.rounds,
+            pick.margin,
+            pick.logprob,
+            pick.top,
         )

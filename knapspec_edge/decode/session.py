@@ -126,11 +126,13 @@ class Session:
         prompt tokens that had to be computed.
 
         Raises at once: ContextError if the prompt leaves no room, PlanError if the draft cannot be
-        honoured, UsageError for a limit below 1 or an empty prompt. Raises while iterating:
-        Interrupted, RollbackError, NativeError.
+        honoured, UsageError for a limit below 1, an empty prompt, or a sampling that this model
+        cannot be asked for. Raises while iterating: Interrupted, RollbackError, NativeError.
         """
         prompt = list(prompt_ids)
         self._check(prompt, draft, max_tokens)
+        sampling = sampling or Sampling()
+        self._backend.check_sampling(sampling)
         room = self._backend.n_ctx - len(prompt)
         limit = room if max_tokens is None else min(max_tokens, room)
         stats = Stats(prompt_tokens=len(prompt))
@@ -142,7 +144,7 @@ class Session:
             stats,
             reuse,
             progress,
-            sampling=sampling or Sampling(),
+            sampling=sampling,
             policy=policy,
             is_end=is_end or self._backend.is_end,
             watch=None if watch is None else watch(stats),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
+from .. import records
 from ..errors import LibraryError
 from ..records import ModeKind
 
@@ -24,17 +26,64 @@ NO_SLOT = 1
 ABORTED = 2
 BAD_ARGUMENT = -10
 BAD_LOGITS = -11
+DEAD_END = -12
+
+
+class LogitBias(ctypes.Structure):
+    """struct llama_logit_bias { llama_token token; float bias; };"""
+
+    _fields_ = [("token", ctypes.c_int32), ("bias", ctypes.c_float)]  # noqa: RUF012
 
 
 class Sampling(ctypes.Structure):
-    """struct knapspec_sampling { float temperature; float min_p; uint64_t seed; };"""
+    """struct knapspec_sampling, see knapspec.h. Made without values, nothing is filtered and the
+    pick is the argmax."""
 
     _fields_ = [  # noqa: RUF012 - the form ctypes asks for
         ("temperature", ctypes.c_float),
         ("min_p", ctypes.c_float),
         ("seed", ctypes.c_uint64),
+        ("top_p", ctypes.c_float),
+        ("typical_p", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("temperature_first", ctypes.c_int32),
+        ("repeat_penalty", ctypes.c_float),
+        ("presence_penalty", ctypes.c_float),
+        ("frequency_penalty", ctypes.c_float),
+        ("penalty_last_n", ctypes.c_int32),
+        ("n_bias", ctypes.c_int32),
+        ("answer_start", ctypes.c_int32),
+        ("bias", ctypes.POINTER(LogitBias)),
+        ("grammar", ctypes.c_void_p),
     ]
 
+    def __init__(self, **values: Any) -> None:
+        off = {"top_p": 1.0, "typical_p": 1.0, "repeat_penalty": 1.0}
+        super().__init__(**(off | values))
+
+    def set(self, sampling: records.Sampling) -> None:
+        """Take over everything but the grammar, which is a native object of its own."""
+        for name in _SAME_NAME:
+            setattr(self, name, getattr(sampling, name))
+        self.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        biases = sorted(sampling.logit_bias)
+        self.n_bias = len(biases)
+        self._biases = (LogitBias * len(biases))(*biases)  # stays alive as long as this
+        self.bias = ctypes.cast(self._biases, ctypes.POINTER(LogitBias))
+
+
+_SAME_NAME = (
+    "temperature",
+    "min_p",
+    "top_p",
+    "typical_p",
+    "top_k",
+    "temperature_first",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "penalty_last_n",
+)
 
 GRAPH_STATS = ("n_builds", "n_reuses", "n_evicted", "n_nodes", "n_kept")
 
@@ -129,11 +178,33 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_fill": (_i32, [_p, _i32, _i32]),
     # int32_t knapspec_pick(const float * logits, int32_t n_vocab,
     #     const struct knapspec_sampling * sampling, int64_t position,
+    #     const llama_token * history, int32_t n_history,
     #     llama_token * token_out, float * prob_out, float * margin_out);
     "knapspec_pick": (
         _i32,
-        [_f32s, _i32, ctypes.POINTER(Sampling), ctypes.c_int64, _i32s, _f32s, _f32s],
+        [
+            _f32s,
+            _i32,
+            ctypes.POINTER(Sampling),
+            ctypes.c_int64,
+            _i32s,
+            _i32,
+            _i32s,
+            _f32s,
+            _f32s,
+        ],
     ),
+    # int32_t knapspec_logprobs(struct llama_context * ctx, int32_t row, llama_token token,
+    #     int32_t n_top, float * logprob_out, llama_token * tokens_out, float * logprobs_out);
+    "knapspec_logprobs": (_i32, [_p, _i32, _i32, _i32, _f32s, _i32s, _f32s]),
+    # struct knapspec_grammar * knapspec_grammar_init(const struct llama_model * model,
+    #     const char * text, const char * root, const llama_token * ends, int32_t n_ends);
+    "knapspec_grammar_init": (_p, [_p, ctypes.c_char_p, ctypes.c_char_p, _i32s, _i32]),
+    # void knapspec_grammar_free(struct knapspec_grammar * grammar);
+    "knapspec_grammar_free": (None, [_p]),
+    # bool knapspec_grammar_allows(struct knapspec_grammar * grammar,
+    #     const llama_token * answer, int32_t n_answer, llama_token token);
+    "knapspec_grammar_allows": (ctypes.c_bool, [_p, _i32s, _i32, _i32]),
     # void knapspec_interrupt(struct llama_context * ctx);
     "knapspec_interrupt": (None, [_p]),
     # void knapspec_interrupt_clear(struct llama_context * ctx);

@@ -108,10 +108,7 @@ class OnlinePlanner:
         return self._active
 
     def begin(self, sampling: Sampling) -> None:
-        if (sampling.temperature, sampling.min_p) != (
-            self._sampling.temperature,
-            self._sampling.min_p,
-        ):
+        if sampling.law != self._sampling.law:
             # how sure a draft is means something else at another temperature
             self._drafted.clear()
             self._rule = None

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
-#define KNAPSPEC_ABI 3
+#define KNAPSPEC_ABI 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -29,13 +29,14 @@ enum knapspec_mode {
     KNAPSPEC_MODE_SKIP = 1,
 };
 
-// return codes of knapspec_eval, next to those of llama_decode (1: no slot, 2: aborted, < 0: failed)
+// return codes of knapspec_eval and others, next to those of llama_decode (1: no slot, 2: aborted, < 0: failed)
 enum knapspec_status {
     KNAPSPEC_OK           =   0,
     KNAPSPEC_NO_SLOT      =   1,
     KNAPSPEC_ABORTED      =   2,
     KNAPSPEC_BAD_ARGUMENT = -10,
     KNAPSPEC_BAD_LOGITS   = -11, // a row without any finite logit
+    KNAPSPEC_DEAD_END     = -12, // the grammar allows no token
 };
 
 struct knapspec_graph_stats {
@@ -57,11 +58,28 @@ struct knapspec_traits {
     char     device[36];      // name of the buffer type that holds its largest weight
 };
 
-// how a token is picked from a row of logits
+struct knapspec_grammar; // a grammar and where it stands, see knapspec_grammar_init
+
+// How a token is picked from a row of logits: bias, penalties, then top_k, typical_p, top_p, min_p and the temperature, in
+// the order and with the meaning of llama.cpp's sampler chain; then Gumbel-max with noise that is a hash of (seed,
+// position, token id). A grammar is asked about the pick alone; only if it rejects that, the chain is run again over what
+// it allows, as llama.cpp does. Of equal logits the lower token id comes first.
 struct knapspec_sampling {
-    float    temperature; // <= 0: argmax
-    float    min_p;       // drop tokens less probable than min_p times the most probable one (at temperature 1); 0: off
+    float    temperature;       // <= 0: the most probable token that is left
+    float    min_p;             // drop tokens less probable than min_p times the most probable one; <= 0: off
     uint64_t seed;
+    float    top_p;             // >= 1: off
+    float    typical_p;         // >= 1: off
+    int32_t  top_k;             // <= 0: off
+    int32_t  temperature_first; // not 0: the temperature comes before the filters
+    float    repeat_penalty;    // 1: off
+    float    presence_penalty;
+    float    frequency_penalty;
+    int32_t  penalty_last_n;    // tokens that penalties look back on; 0: none, < 0: all
+    int32_t  n_bias;
+    int32_t  answer_start;      // position of the first token that the grammar is about
+    const struct llama_logit_bias * bias;    // tokens in ascending order
+    struct knapspec_grammar       * grammar; // NULL: none
 };
 
 LLAMA_API int32_t knapspec_abi(void);
@@ -163,15 +181,46 @@ LLAMA_API void         knapspec_branch_end    (struct llama_context * ctx);
 // llama_decode does.
 LLAMA_API int32_t knapspec_fill(struct llama_context * ctx, int32_t n_tokens, llama_pos pos);
 
-// Pick from one row of logits, the function knapspec_eval uses. `position` is the position of the picked token.
+// Pick from one row of logits, the function knapspec_eval uses. `position` is the position of the picked token, `history`
+// the n_history tokens of the text right before it. A grammar has to have been started with the same model's vocabulary.
 LLAMA_API int32_t knapspec_pick(
         const float                    * logits,
         int32_t                          n_vocab,
         const struct knapspec_sampling * sampling,
         int64_t                          position,
+        const llama_token              * history,
+        int32_t                          n_history,
         llama_token                    * token_out,
         float                          * prob_out,
         float                          * margin_out);
+
+// Log-probabilities before any setting changes them, of row `row` of the latest pass: that of `token`, and the n_top most
+// probable tokens with theirs, best first. Returns how many those are, or KNAPSPEC_BAD_ARGUMENT.
+LLAMA_API int32_t knapspec_logprobs(
+        struct llama_context * ctx,
+        int32_t                row,
+        llama_token            token,
+        int32_t                n_top,
+        float                * logprob_out,
+        llama_token          * tokens_out,
+        float                * logprobs_out);
+
+// A grammar in GBNF for the texts of this model, or NULL if it cannot be read; knapspec_last_error says why. `ends` are
+// tokens that end an answer besides those of the vocabulary. Tokens without visible text are not allowed unless the
+// grammar names them. Free it after the last pass that uses it.
+LLAMA_API struct knapspec_grammar * knapspec_grammar_init(
+        const struct llama_model * model,
+        const char               * text,
+        const char               * root,
+        const llama_token        * ends,
+        int32_t                    n_ends);
+LLAMA_API void knapspec_grammar_free(struct knapspec_grammar * grammar);
+// Whether the grammar allows `token` behind the n_answer tokens of an answer. For tests and tools.
+LLAMA_API bool knapspec_grammar_allows(
+        struct knapspec_grammar * grammar,
+        const llama_token       * answer,
+        int32_t                   n_answer,
+        llama_token               token);
 
 // Make the running (or the next) computation of this context return KNAPSPEC_ABORTED. Safe from any thread.
 LLAMA_API void knapspec_interrupt      (struct llama_context * ctx);
