@@ -31,6 +31,7 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
         "overhead_ms": round(stats.overhead_ms, 3),
         # JSON keys are strings; the histogram is in order of the accepted length.
         "accepted_lengths": {str(k): n for k, n in sorted(stats.accepted_lengths.items())},
+        "acceptance_by_place": [round(share, 4) for share in acceptance_by_place(stats)],
     }
     if baseline_per_second is not None:
         result["baseline_per_second"] = round(baseline_per_second, 3)
