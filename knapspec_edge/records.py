@@ -108,7 +108,7 @@ class Pick:
 
     `probability` is the softmax probability of that token at the sampling temperature (at
     temperature 0: of the plain softmax), in 0..1, among the tokens that the filters left; where a
-    grammar rejected others, of what was not rejected. `margin` is the distance between the best and
+    grammar rejected the first choice, an estimate of its share of what the grammar allows. `margin` is the distance between the best and
     the second-best score that the choice was made on (logits at temperature 0).
 
     `logprob` is the natural logarithm of the token's probability in the model's own distribution,
