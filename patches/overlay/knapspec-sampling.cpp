@@ -569,7 +569,7 @@ knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
         }
         for (int part = 0; part < n; part += LANES) {
             // single precision only rules out, with room for its error
-            const float limit = (float) std::min(second_time*1.00001, 1e30);
+            const float limit = (float) std::min<double>(second_time*1.00001, std::numeric_limits<float>::max());
             if (!any_before(early + part, weights + part, limit)) {
                 continue;
             }
