@@ -7,7 +7,15 @@ from typing import Any, TypeVar
 
 import click
 
-from .sampling import DEFAULT_PRESET, MAX_LOGPROBS, PRESETS, VALUES, differences, parse_bias
+from .sampling import (
+    DEFAULT_PRESET,
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    PRESETS,
+    VALUES,
+    differences,
+    parse_bias,
+)
 
 PREFIX = "KNAPSPEC_EDGE_"
 
@@ -43,7 +51,7 @@ def _value(field: str, text: str) -> Callable[[F], F]:
     return option(
         f"--{value.name}",
         field,
-        type=click.IntRange(int(value.low), int(value.high))
+        type=click.IntRange(int(value.low), None if value.high == MAX_COUNT else int(value.high))
         if value.whole
         else Number(value.low, value.high),
         metavar="N" if value.whole else "X",

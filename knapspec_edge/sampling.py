@@ -19,7 +19,7 @@ from .records import Grammar, Sampling
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
-_MAX_INT32 = 2**31 - 1
+MAX_COUNT = 2**31 - 1  # what llama.cpp can count
 
 PRESETS: dict[str, Sampling] = {
     "greedy": Sampling(),
@@ -45,7 +45,7 @@ class Value:
         is_number = isinstance(value, Integral if self.whole else Real)
         if not is_number or not self.low <= value <= self.high:  # nan is in no range
             kind = "whole number" if self.whole else "number"
-            high = "" if self.high == _MAX_INT32 else f" and {self.high:g}"
+            high = "" if self.high == MAX_COUNT else f" and {self.high:g}"
             within = f"between {self.low:g}{high}" if high else f"of {self.low:g} or more"
             raise UsageError(f"{self.name} is {value}; it has to be a {kind} {within}")
 
@@ -55,8 +55,8 @@ VALUES: dict[str, Value] = {
     "repeat_penalty": Value("repeat-penalty", 0.01, 100.0),
     "presence_penalty": Value("presence-penalty", -100.0, 100.0),
     "frequency_penalty": Value("frequency-penalty", -100.0, 100.0),
-    "repeat_last_n": Value("repeat-last-n", -1, _MAX_INT32, whole=True),
-    "top_k": Value("top-k", 0, _MAX_INT32, whole=True),
+    "repeat_last_n": Value("repeat-last-n", -1, MAX_COUNT, whole=True),
+    "top_k": Value("top-k", 0, MAX_COUNT, whole=True),
     "typical_p": Value("typical", 0.0, 1.0),
     "top_p": Value("top-p", 0.0, 1.0),
     "min_p": Value("min-p", 0.0, 1.0),
@@ -64,6 +64,11 @@ VALUES: dict[str, Value] = {
 }
 # where Settings and Sampling name a thing differently
 _RECORD_FIELD = {"repeat_last_n": "penalty_last_n"}
+# By field of Settings, what switches it off.
+OFF: dict[str, float] = {
+    **{name: getattr(Sampling(), name) for name in VALUES if name not in _RECORD_FIELD},
+    "repeat_last_n": 0,
+}
 # beyond it, a bias means no more than "always" or "never", and sums leave the range of floats
 _MAX_BIAS = 1e6
 _LOGPROBS = Value("logprobs", 0, MAX_LOGPROBS, whole=True)
@@ -140,7 +145,7 @@ class Settings:
             idle = [
                 VALUES[name].name
                 for name in _WITHOUT_EFFECT_WHEN_GREEDY
-                if getattr(self, name) not in (None, getattr(PRESETS["greedy"], name))
+                if getattr(self, name) not in (None, OFF[name])
             ]
             if idle:
                 verb = "changes" if len(idle) == 1 else "change"
@@ -213,20 +218,18 @@ def differences(sampling: Sampling) -> list[tuple[str, str]]:
     if sampling.logit_bias:
         pairs = (f"{token}{bias:+g}" for token, bias in sampling.logit_bias)
         rows.append(("logit-bias", " ".join(pairs)))
-    off = PRESETS["greedy"]
-    penalized = any(getattr(sampling, name) != getattr(off, name) for name in _PENALTIES)
+    penalized = any(getattr(sampling, name) != OFF[name] for name in _PENALTIES)
     order = list(VALUES)
     if sampling.temperature_first:
         order.remove("temperature")
         order.insert(order.index("top_k"), "temperature")
     for name in order:
-        field = _RECORD_FIELD.get(name, name)
-        now = getattr(sampling, field)
-        shown = penalized if name == "repeat_last_n" else now != getattr(off, field)
+        now = getattr(sampling, _RECORD_FIELD.get(name, name))
+        shown = penalized if name == "repeat_last_n" else now != OFF[name]
         if shown or name == "temperature":
             text = str(now) if VALUES[name].whole else f"{now:g}"
             first = name == "temperature" and sampling.temperature_first
-            rows.append((VALUES[name].name, f"{text}, before the filters" if first else text))
+            rows.append((VALUES[name].name, f"{text} before the filters" if first else text))
     return rows
 
 
