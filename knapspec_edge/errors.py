@@ -31,6 +31,10 @@ class LibraryError(KnapspecError):
     """The patched llama.cpp is missing, of the wrong version, or shadowed by another copy."""
 
 
+class DocumentError(KnapspecError):
+    """An input is missing, damaged, protected, or holds no text that can be read."""
+
+
 class ContextError(KnapspecError):
     """The prompt or the conversation does not fit the context."""
 
