@@ -22,11 +22,11 @@ def declared_encoding(data: bytes) -> str | None:
     return found.group(1).decode("ascii", "replace") if found else None
 
 
-def html_text(markup: str) -> str:
+def html_text(markup: str, *, titled: bool = True) -> str:
     """The text of a page or a part of one; "" if it has none. Raises ImportError.
 
-    Where the page marks its main content, only that is taken. The title comes first unless the
-    text has it anyway.
+    Where the page marks its main content, only that is taken. `titled`: the page's title comes
+    first unless the text has it anyway.
     """
     import markdownify
     from bs4 import BeautifulSoup
@@ -45,6 +45,8 @@ def html_text(markup: str) -> str:
         strip=["a", "img"],
         escape_asterisks=False,
         escape_underscores=False,
+        wrap=True,
+        wrap_width=None,  # lines of the markup are not lines of the text
     )
     try:
         text = str(converter.convert_soup(content))
@@ -52,6 +54,6 @@ def html_text(markup: str) -> str:
         text = content.get_text("\n", strip=True)
     text = "\n".join(line.rstrip() for line in text.splitlines())
     text = _BLANK_LINES.sub("\n\n", text).strip("\n")
-    if title and text.strip() and title not in text:
+    if titled and title and text.strip() and title not in text:
         text = f"# {title}\n\n{text}"
     return text
