@@ -222,6 +222,12 @@ def test_deeply_nested_html(reads):
     assert "deep" in reads("a.html", "<div>" * 3000 + "deep" + "</div>" * 3000).text
 
 
+@pytest.mark.parametrize("odd", ["<![oops", "<![if !x]>", "<!DOCTYPE [ <!", "&#xD800;", "<?php"])
+def test_odd_markup(reads, odd):
+    pytest.importorskip("markdownify")
+    assert "text" in reads("a.html", f"<p>text</p>{odd}<p>more</p>").text
+
+
 def test_html_without_text(refused):
     pytest.importorskip("markdownify")
     assert "no text" in refused("a.html", "<html><script>var x = 1</script></html>")

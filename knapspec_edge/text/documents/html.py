@@ -13,6 +13,7 @@ _NOT_TEXT = (
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*>")
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)[^>]{0,200}?(?:charset|encoding)\s*=\s*["']?([\w-]+)""")
 _DECLARED_WITHIN = 2048  # bytes; browsers look at 1024
+_NO_COMMENT = re.compile("<!(?!--)")  # what the parser takes for a declaration, and may reject
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
@@ -29,11 +30,15 @@ def html_text(markup: str, *, titled: bool = True) -> str:
     first unless the text has it anyway.
     """
     import markdownify
-    from bs4 import BeautifulSoup
+    from bs4 import BeautifulSoup, ParserRejectedMarkup
 
+    markup = _DECLARATION.sub("", markup, count=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "looks like XML", "looks like a file name"
-        soup = BeautifulSoup(_DECLARATION.sub("", markup, count=1), "html.parser")
+        try:
+            soup = BeautifulSoup(markup, "html.parser")
+        except ParserRejectedMarkup:
+            soup = BeautifulSoup(_NO_COMMENT.sub("&lt;!", markup), "html.parser")
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     for element in soup.find_all(_NOT_TEXT):
         element.decompose()
