@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from stats_identity import check_stats
 
 from knapspec_edge.decode.session import Session
-from knapspec_edge.errors import UsageError
+from knapspec_edge.errors import NoTokenError, UsageError
 from knapspec_edge.native import bindings, open_context, open_model
-from knapspec_edge.records import Draft, Grammar, Plan, Sampling, Stats, TokenEvent
+from knapspec_edge.records import Draft, Grammar, Pick, Plan, Sampling, Stats, TokenEvent
 
 EXACT = {"kv_type": "f32", "flash_attn": "off"}
-PROMPT = [3, 17, 42, 5, 17, 64]
+# ends with what the model finds likely, so that penalties matter
+PROMPT = [3, 6, 28, 98, 6, 14, 76]
 
 # The vocabulary of the tiny models is made of the numbers 0..7f in hexadecimal digits. Answers
 # under this grammar, finished or not, are what the expression matches.
@@ -42,7 +43,7 @@ SETTINGS = {
     "typical": Sampling(0.1, typical_p=0.5, temperature_first=True),
     # negative ones make what stands in the window more probable, so that it does come
     "penalties": Sampling(
-        0.1, repeat_penalty=1.5, presence_penalty=-0.3, frequency_penalty=0.1, penalty_last_n=5
+        0.1, repeat_penalty=1.4, presence_penalty=-0.4, frequency_penalty=0.1, penalty_last_n=5
     ),
     "bias": Sampling(0.1, logit_bias=((9, 0.5), (17, -0.3), (42, -float("inf")))),
     "paper": Sampling(0.7, top_k=50, top_p=0.95, temperature_first=True),
@@ -154,7 +155,7 @@ def test_tokens_come_as_often_as_the_model_says(llama: Any, name: str) -> None:
         ("penalties", {"repeat_penalty": 1.0}),
         ("penalties", {"penalty_last_n": 4}),
         ("penalties", {"penalty_last_n": 6}),
-        ("paper", {"temperature_first": False}),
+        ("typical", {"temperature_first": False}),
         ("grammar", {"grammar": None}),
     ],
     ids=str,
@@ -170,6 +171,129 @@ def test_the_comparison_notices_what_is_forgotten(
         for seed in range(1200)
     )
     assert naive_sampling.chi_square_excess(counts, expected) > 0
+
+
+# -- every pick ------------------------------------------------------------------------------------
+
+
+class Checked:
+    """A context whose picks are compared with the twin's, whatever was computed before."""
+
+    def __init__(self, context: Any, sampling: Sampling) -> None:
+        self.context, self.sampling = context, sampling
+        self.text: list[int] = []
+        self.start = 0  # of the answer
+        self.tried = self.doubts = 0
+        context.truncate(0)
+
+    def allowed(self, n: int | None = None) -> NDArray[np.bool_] | None:
+        """What may follow the first n tokens of the text."""
+        return allowed(self.sampling, self.text[self.start : n], self.context.n_vocab)
+
+    def follow(self, random: np.random.Generator, n: int) -> list[int]:
+        """Add n tokens of anybody's choice that keep to the grammar."""
+        added = []
+        for _ in range(n):
+            mask = self.allowed()
+            fitting = np.arange(self.context.n_vocab) if mask is None else np.flatnonzero(mask)
+            added.append(int(random.choice(fitting)))
+            self.text.append(added[-1])
+        return added
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.text += tokens
+        self.start = len(self.text)
+        self._check([self.context.prefill(tokens, self.sampling)])
+
+    def decode(self, random: np.random.Generator, plan: Plan | None) -> None:
+        (token,) = self.follow(random, 1)
+        self._check([self.context.decode(token, self.sampling, plan)])
+
+    def verify(self, random: np.random.Generator, n: int) -> None:
+        self._check(self.context.verify(self.follow(random, n), self.sampling))
+
+    def cut(self, n: int) -> None:
+        del self.text[n:]
+        self.context.truncate(n)
+
+    def _check(self, picks: list[Pick]) -> None:
+        for i, pick in enumerate(picks):
+            end = len(self.text) - len(picks) + 1 + i
+            expected = naive_sampling.outcomes(
+                self.context.logits(i), self.sampling, end, self.text[:end], self.allowed(end)
+            )
+            self.tried += 1
+            if naive_sampling.doubtful(expected, self.sampling):
+                self.doubts += 1
+            else:
+                assert pick.token == expected[0].token, (end, pick, expected[0])
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+def test_a_pick_depends_on_the_text_alone(
+    llama: Any, name: str, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on how the text came to be in the cache: prompts in slices, drafts, blocks, cuts."""
+    monkeypatch.setattr(llama, "_slice", 3)
+    random = np.random.default_rng(5)
+    plan = Plan.skipping(len(llama.sublayers), [1, 2])
+    tried = doubts = 0
+    for seed in range(6):
+        sampling = replace(SETTINGS[name], seed=seed)
+        if greedy:
+            sampling = replace(sampling, temperature=0.0)
+        checked = Checked(llama, sampling)
+        checked.prefill(PROMPT[: 2 + seed])
+        for _ in range(6):
+            kept = len(checked.text)
+            for _ in range(int(random.integers(0, 4))):
+                checked.decode(random, plan)
+            checked.cut(kept)
+            checked.verify(random, int(random.integers(1, 6)))
+            checked.cut(int(random.integers(kept, len(checked.text) + 1)))
+            checked.decode(random, None)
+            if random.random() < 0.2:  # another turn
+                checked.prefill([int(t) for t in random.integers(0, llama.n_vocab, 5)])
+        tried += checked.tried
+        doubts += checked.doubts
+    assert doubts <= 0.02 * tried + 1
+    llama.truncate(0)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_passes_beside_the_text_look_back_on_their_own_past(llama: Any, name: str) -> None:
+    """Each block on the text before it, then on its own tokens; penalties and grammar included."""
+    random = np.random.default_rng(6)
+    same = far = 0
+    for seed in range(4):
+        checked = Checked(llama, replace(SETTINGS[name], seed=seed))
+        checked.prefill(PROMPT)
+        checked.verify(random, 20)
+        # behind the first 2 tokens of the prompt, across its end, and in the answer
+        blocks = [(n, checked.text[n : n + 5]) for n in (2, 5, 7, 13, 20)]
+        # other tokens than the text's, as a draft might have them
+        kept = list(checked.text)
+        del checked.text[16:]
+        blocks.append((16, checked.follow(random, 4)))
+        checked.text = kept
+        for plan in (None, Plan.skipping(len(llama.sublayers), [1])):
+            found = llama.evaluate_beside(blocks, plan, checked.sampling)
+            for (start, tokens), beside in zip(blocks, found, strict=True):
+                llama.truncate(start)
+                for token, ours in zip(tokens, beside.tokens, strict=True):
+                    pick = llama.decode(token, checked.sampling, plan)
+                    same += pick.token == ours
+                    far += pick.token != ours and pick.margin > 0.01
+                llama.truncate(start)
+                llama.append(kept[start:])
+            # passes beside leave the text as it was
+            checked.cut(len(PROMPT) + 18)
+            checked.verify(random, 2)
+            kept = list(checked.text)
+    assert far == 0
+    assert same > 150
+    llama.truncate(0)
 
 
 # -- the same text ---------------------------------------------------------------------------------
@@ -335,6 +459,27 @@ def test_nothing_allowed_is_an_error_of_its_own(llama: Any) -> None:
             with Pieces(llama, Grammar('root ::= "g"')) as grammar:
                 sampling = Sampling(temperature, **filters)
                 assert grammar.pick(logits, sampling, 3, [1, 2, 3], 0)[0] == bindings.DEAD_END
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_a_dead_end_is_where_plain_decoding_has_it(
+    llama: Any, temperature: float, gamma: int
+) -> None:
+    sampling = Sampling(temperature, grammar=Grammar('root ::= [1-4] [0-9] "a" [0-9] [0-9] "g"'))
+    texts = []
+    for draft in (None, forced(llama, 1, gamma=gamma)):
+        generation = Session(llama).generate(
+            PROMPT, sampling=replace(sampling, seed=4), draft=draft, max_tokens=20
+        )
+        tokens: list[int] = []
+        with pytest.raises(NoTokenError, match="allows no token") as caught:
+            tokens.extend(event.token for event in generation)
+        assert "\n" not in str(caught.value)
+        check_stats(generation.stats)
+        texts.append(tokens)
+    assert re.fullmatch("[1-4][0-9]a[0-9][0-9]", "".join(f"{t:x}" for t in texts[0]))
+    assert texts[1] == texts[0]
 
 
 # -- log-probabilities -----------------------------------------------------------------------------
