@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
+from .cli_summarize import summarize_command
 from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 
@@ -825,6 +826,9 @@ def models_rm(name: str, quiet: bool, verbose: bool) -> None:
     terminal.notice(f"freed {removed.freed_bytes / 1e6:.0f} MB")
 
 
+cli.add_command(summarize_command(sys.modules[__name__]))
+
+
 # -- helpers
 
 
@@ -878,10 +882,29 @@ def _open(
     expected_tokens: int | None = None,
 ) -> Engine:
     """Fetch the model if need be, open it, and say what there is to be warned of."""
+    return _open_file(
+        _obtain(model, options, terminal),
+        options,
+        terminal,
+        spec=spec,
+        needs_template=needs_template,
+        expected_tokens=expected_tokens,
+    )
+
+
+def _open_file(
+    path: Path,
+    options: dict[str, Any],
+    terminal: Terminal,
+    *,
+    spec: str | None = None,
+    needs_template: bool = False,
+    expected_tokens: int | None = None,
+) -> Engine:
     from .engine import Engine
 
     engine = Engine.open(
-        _obtain(model, options, terminal),
+        path,
         ctx=options["ctx"],
         threads=options["threads"],
         gpu_layers=options["gpu_layers"],
