@@ -41,6 +41,11 @@ FENCED = {
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
     "matplotlib": ("apps/plots",),
+    "pypdfium2": ("text/documents/pdf",),
+    "mammoth": ("text/documents/archives",),
+    "markdownify": ("text/documents/html",),
+    "bs4": ("text/documents/html",),
+    "chardet": ("text/documents/encodings",),
 }
 
 # The loop and the planner work, and are tested, without the native library.
@@ -162,6 +167,7 @@ def test_the_rules_notice_what_they_forbid():
 
 HEAVY = (
     "numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2", "matplotlib",
+    "pypdfium2", "mammoth", "markdownify", "bs4", "chardet",
 )  # fmt: skip
 
 
