@@ -1,4 +1,4 @@
-"""The command `summarize`: parse, call, print. What it shares with other commands comes from cli."""
+"""The command `summarize`: parse, call, print. `cli` lends what it shares with other commands."""
 
 from __future__ import annotations
 
@@ -25,45 +25,50 @@ _MAX_PROMPT_BYTES = 1 << 20
 
 def summarize_command(shared: ModuleType) -> click.Command:
     """The command, with the options and helpers of the module `shared`."""
-    option = shared._option
+    options = (
+        click.argument("arguments", nargs=-1, metavar="[MODEL] PATH..."),
+        shared._option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the records to FILE and go on from what it holds; without it to standard "
+            "output.",
+        ),
+        shared._option(
+            "--style",
+            type=click.Choice(_STYLES),
+            default=_STYLES[0],
+            show_default=True,
+            help="Form of a summary.",
+        ),
+        shared._option(
+            "--words",
+            type=click.IntRange(1, 10000),
+            metavar="N",
+            help="About how many words; without it what suits the style. The limit in tokens "
+            "follows.",
+        ),
+        shared._option(
+            "--language", metavar="NAME", help='Language to write in, such as "German".'
+        ),
+        shared._option(
+            "--prompt-file",
+            metavar="FILE",
+            help="Your own instruction, in place of a style; the text follows it.",
+        ),
+        *shared._MODEL_OPTIONS,
+        *shared._ANSWER_OPTIONS,
+        *shared._OUTPUT_OPTIONS,
+    )
 
-    @click.command(epilog=None)
-    @click.argument("arguments", nargs=-1, metavar="[MODEL] PATH...")
-    @option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Write the records to FILE and go on from what it holds; without it to standard "
-        "output.",
-    )
-    @option(
-        "--style",
-        type=click.Choice(_STYLES),
-        default=_STYLES[0],
-        show_default=True,
-        help="Form of a summary.",
-    )
-    @option(
-        "--words",
-        type=click.IntRange(1, 10000),
-        metavar="N",
-        help="About how many words; without it what suits the style. The limit in tokens follows.",
-    )
-    @option("--language", metavar="NAME", help='Language to write in, such as "German".')
-    @option(
-        "--prompt-file",
-        metavar="FILE",
-        help="Your own instruction, in place of a style; the text follows it.",
-    )
-    @shared._with(*shared._MODEL_OPTIONS, *shared._ANSWER_OPTIONS, *shared._OUTPUT_OPTIONS)
     def summarize(arguments: tuple[str, ...], quiet: bool, verbose: bool, **options: Any) -> int:
         """Summarize documents, one JSON record per line and document.
 
-        PATH is a file, a folder, a pattern, or - for standard input: text, Markdown, HTML; PDF, Word
-        and EPUB with the extra "documents". The first argument is the MODEL if it ends in .gguf or
-        is a name from `knapspec-edge models list` (./NAME is a document of that name); otherwise
-        the demo model is used. What does not fit into the context is summarized in parts, and the
-        parts' summaries are combined.
+        PATH is a file, a folder, a pattern, or - for standard input: text, Markdown, HTML; PDF,
+        Word and EPUB with the extra "documents". The first argument is the MODEL if it ends in
+        .gguf or is a name from `knapspec-edge models list` (./NAME is a document of that name);
+        otherwise the demo model is used. What does not fit into the context is summarized in
+        parts, and the parts' summaries are combined.
 
         With -o each record is on the disk before the next document begins. The same command again
         skips what is finished (same name, contents, model and wording) and tries the rest. An input
@@ -85,7 +90,8 @@ def summarize_command(shared: ModuleType) -> click.Command:
         finally:
             terminal.clear_progress()
 
-    return summarize
+    command: click.Command = click.command()(shared._with(*options)(summarize))
+    return command
 
 
 def _summarize(
@@ -101,6 +107,7 @@ def _summarize(
     from . import gguf_check
     from .apps import summarize_job as app
     from .apps.jsonl import RecordFile
+    from .apps.summarize import room
     from .text.documents import find
 
     # Everything that can be wrong with the request is found before a model is fetched or loaded.
@@ -150,7 +157,7 @@ def _summarize(
             )
         )
         # what fits no document is said once, and not in a record of each
-        app.summarize.room(engine, request)
+        room(engine, request)
         interrupted = False
         try:
             with engine.interruptible():

@@ -19,7 +19,7 @@ from typing import Any
 from ..closing import Closing
 from ..errors import OutputError, UsageError
 from .files import check_writable, target, temporary
-from .report import finite
+from .report import counted, finite
 
 Record = dict[str, Any]
 
@@ -108,8 +108,8 @@ class RecordFile(Closing):
         self.n_records += 1
 
     def keep(self, wanted: Callable[[int], bool]) -> bool:
-        """Drop the records whose number (0-based) is not wanted. The file changes as a whole or, with
-        False, not at all: what cannot be tidied up is still valid."""
+        """Drop the records whose number (0-based) is not wanted. The file changes as a whole or,
+        with False, not at all: what cannot be tidied up is still valid."""
         new = temporary(self.path)
         try:
             with open(new, "xb") as stream:
@@ -241,10 +241,9 @@ class RecordFile(Closing):
             return stream.read(1) == b"\n"
 
     def _failure(self, error: OSError) -> OutputError:
-        kept = "one finished record" if self.n_records == 1 else f"{self.n_records} finished records"
         return OutputError(
-            f"cannot write {self.path}: {error.strerror or error}; it holds {kept}, and the same "
-            "command goes on from there"
+            f"cannot write {self.path}: {error.strerror or error}; it holds "
+            f"{counted(self.n_records, 'whole record')}, and the same command goes on from there"
         )
 
 

@@ -78,8 +78,8 @@ class Room:
 
 
 def room(engine: Engine, request: Request) -> Room:
-    """Raises ContextError if the prompt's own text leaves too little room, ModelError where the model
-    has no chat template."""
+    """Raises ContextError if the prompt's own text leaves too little room, ModelError where the
+    model has no chat template."""
     # the parts of a text that has a million of them
     tasks = (Whole(""), Part("", 10**6, 10**6), Merge(""), Final(""))
     overhead = max(_n_tokens(engine, request, task) for task in tasks)

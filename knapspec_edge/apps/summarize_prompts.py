@@ -1,5 +1,5 @@
-"""What the model is asked while it summarizes: one instruction that all prompts begin with, then the
-text, then the task of this prompt.
+"""What the model is asked while it summarizes: one instruction that all prompts begin with, then
+the text, then the task of this prompt.
 
 The instruction comes first and is the same in every prompt of a run, so its keys stay in the cache;
 the task comes last, where small models heed it most.
@@ -19,8 +19,8 @@ from ..errors import UsageError
 from ..text.templates import Message
 
 INSTRUCTION = (
-    "You summarize texts. Say only what the text says, the most important things first. Answer with "
-    "the summary alone, without introduction or remarks."
+    "You summarize texts. Say only what the text says, the most important things first. Answer "
+    "with the summary alone, without introduction or remarks."
 )
 
 
