@@ -108,7 +108,7 @@ class Pick:
 
     `probability` is the softmax probability of that token at the sampling temperature (at
     temperature 0: of the plain softmax), in 0..1, among the tokens that the filters left; where a
-    grammar rejected others, of what was not rejected. `margin` is the distance between the best and
+    grammar rejected the first choice, an estimate of its share of what the grammar allows. `margin` is the distance between the best and
     the second-best score that the choice was made on (logits at temperature 0).
 
     `logprob` is the natural logarithm of the token's probability in the model's own distribution,
@@ -222,13 +222,21 @@ class RoundTimes:
 class Stats:
     """Counters of one generation. `draft_n` and `draft_n_accepted` are llama.cpp's names.
 
-    `rounds` counts passes of the target after the prompt, `verify_ms` their time, plain or not.
-    An end token is emitted and counted; nothing after it is.
+    `rounds` counts finished passes of the target after the prompt, `verify_ms` their time, plain or
+    not; a round that an interrupt or an error broke off is in the times only. An end token is
+    emitted and counted; nothing after it is.
 
-    Identity, at every moment and whatever ends a generation:
-    ``completion_tokens == draft_n_accepted + target_n - cut_n`` where `target_n` counts the picks
-    that came from the target alone (one per round, plus one for the prompt), and `cut_n` the tokens
-    verified in the last round but not emitted (after an end token, a limit, or a stop string).
+    Identity, at every moment and whatever ends a generation (end token, limit, end of the context,
+    stop string, reader, interrupt, error):
+    ``completion_tokens == draft_n_accepted + target_n - cut_n``.
+    Every token of the answer was either drafted and accepted, or is the target's own: `target_n` is
+    `rounds` + 1, one token per round and the one that came with the prompt (0 before that). `cut_n`
+    counts the tokens of these that are not in the answer: behind an end token, after the limit,
+    in a stop string, or not read (yet). So, once a token is there,
+    ``completion_tokens == draft_n_accepted + rounds + 1 - cut_n``.
+    Lengths and places count the same drafted tokens: the sum of k times accepted_lengths[k], and
+    the sum of accepted_at, are `draft_n_accepted`; accepted_at[i] is the number of rounds that
+    accepted more than i.
     """
 
     prompt_tokens: int = 0

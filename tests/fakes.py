@@ -18,11 +18,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import naive_sampling
 import numpy as np
+import toy_grammar
 from numpy.typing import NDArray
 
 from knapspec_edge.backend import Beside
-from knapspec_edge.errors import ContextError, Interrupted, PlanError, RollbackError
+from knapspec_edge.errors import (
+    ContextError,
+    Interrupted,
+    NativeError,
+    PlanError,
+    RollbackError,
+    UsageError,
+)
 from knapspec_edge.records import GREEDY, Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
 
 TARGET = "target"
@@ -86,22 +95,41 @@ class ToyModel:
                     values[best] -= 6.0 * (0.3 + chance("depth", self.seed, context, i))
         return np.array(values, dtype=np.float32)
 
-    def pick(self, tokens: Sequence[int], sampling: Sampling, plan: Plan | None) -> Pick:
-        """The pick for the position after `tokens`, by argmax or Gumbel-max."""
-        logits = self.logits(tokens, plan).astype(np.float64)
-        scores = logits
-        temperature = 1.0
-        if sampling.temperature > 0.0:
-            temperature = sampling.temperature
-            noise = [
-                -math.log(-math.log(chance("noise", sampling.seed, len(tokens), t) + 1e-300))
-                for t in range(self.n_vocab)
-            ]
-            scores = logits / temperature + np.array(noise)
-        token = int(np.argmax(scores))
-        ordered = np.sort(scores)
-        weights = np.exp((logits - logits.max()) / temperature)
-        return Pick(token, float(weights[token] / weights.sum()), float(ordered[-1] - ordered[-2]))
+    def pick(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        plan: Plan | None,
+        answer_start: int = 0,
+        history: Sequence[int] | None = None,
+    ) -> Pick:
+        """The pick for the position after `tokens`, whose answer begins at `answer_start`.
+
+        `history` is the text that penalties and grammar look at: the tokens, unless a test wants to
+        see a mistake.
+        """
+        logits = self.logits(tokens, plan)
+        history = tokens if history is None else history
+        allowed = self.allowed(history, sampling, answer_start)
+        try:
+            picked = naive_sampling.pick(logits, sampling, len(tokens), history, allowed)
+        except naive_sampling.DeadEndError:
+            raise NativeError("the grammar allows no token here") from None
+        logprob, top = None, ()
+        if sampling.n_probs is not None and plan is None:
+            logprob, top = naive_sampling.log_probabilities(logits, picked.token, sampling.n_probs)
+        return Pick(picked.token, picked.probability, picked.margin, logprob, top)
+
+    def allowed(
+        self, tokens: Sequence[int], sampling: Sampling, answer_start: int
+    ) -> NDArray[np.bool_] | None:
+        """bool [n_vocab]: what the grammar lets pass after `tokens`; None where none holds."""
+        grammar = sampling.grammar
+        if grammar is None or len(tokens) < answer_start:
+            return None
+        ends = self.end_tokens | grammar.ends
+        answer = tokens[answer_start:]
+        return toy_grammar.of(grammar, self.n_vocab).allowed(answer, ends, self.n_vocab)
 
 
 @dataclass
@@ -187,6 +215,7 @@ class FakeBackend:
         self.branching = False  # inside `branches`
         self._calls = 0
         self._truncations = 0
+        self._answer_start = 0  # position of the first token that a grammar is about
         self._tokens: list[int] = []
         # keys[sublayer][position]; MLPs store nothing, their entries only mark that they ran
         self._keys: list[dict[int, Key]] = [{} for _ in range(max(1, len(self.sublayers)))]
@@ -235,7 +264,11 @@ class FakeBackend:
         return token in self.model.end_tokens
 
     def check_sampling(self, sampling: Sampling) -> None:
-        pass
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < self.n_vocab:
+                raise UsageError(f"a bias on token {token}; the model has {self.n_vocab}")
+        if sampling.grammar is not None:
+            toy_grammar.of(sampling.grammar, self.n_vocab)
 
     def prefill(
         self,
@@ -251,18 +284,19 @@ class FakeBackend:
             self._compute("prefill", piece, None)
             if progress is not None:
                 progress(start + len(piece), len(tokens))
-        return self.model.pick(self._tokens, sampling, None)
+        self._answer_start = self.n_past
+        return self._pick(self._tokens, sampling, None)
 
     def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
         self._compute("decode", [token], plan)
-        return self.model.pick(self._tokens, sampling, plan)
+        return self._pick(self._tokens, sampling, plan)
 
     def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
         assert 1 <= len(tokens) <= self.max_verify_tokens
         start = self.n_past
         self._compute("verify", tokens, None)
         ends = range(start + 1, start + len(tokens) + 1)
-        return [self.model.pick(self._tokens[:end], sampling, None) for end in ends]
+        return [self._pick(self._tokens[:end], sampling, None) for end in ends]
 
     def evaluate(
         self, tokens: Sequence[int], plan: Plan | None = None
@@ -318,7 +352,7 @@ class FakeBackend:
             assert start + len(tokens) <= self.n_ctx
             text = [*self._tokens[:start], *tokens]
             ends = range(start + 1, len(text) + 1)
-            picks = [self.model.pick(text[:end], sampling, plan) for end in ends]
+            picks = [self._pick(text[:end], sampling, plan) for end in ends]
             margins = [p.margin for p in picks]
             if expected is not None:
                 for i, (end, token) in enumerate(zip(ends, expected[block], strict=True)):
@@ -423,6 +457,13 @@ class FakeBackend:
         return self.model.logits(tokens[:end], plan)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _pick(self, text: Sequence[int], sampling: Sampling, plan: Plan | None) -> Pick:
+        return self.model.pick(text, sampling, plan, self._answer_start, self.history_of(text))
+
+    def history_of(self, text: Sequence[int]) -> Sequence[int]:
+        """What penalties and grammar see of a text. Backends with a mistake see something else."""
+        return text
 
     def _compute(self, call: str, tokens: Sequence[int], plan: Plan | None) -> None:
         assert not self.branching, f"{call} while branches are open"

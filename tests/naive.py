@@ -19,7 +19,7 @@ def plain(
     """Emitted tokens (an end token included) and the finish reason."""
     text = list(prompt)
     while True:
-        token = model.pick(text, sampling, None).token
+        token = model.pick(text, sampling, None, len(prompt)).token
         text.append(token)
         if token in model.end_tokens:
             return text[len(prompt) :], "stop"
@@ -47,6 +47,7 @@ def speculative(
 ) -> Rounds:
     """The textbook round, one whole text at a time."""
     result = Rounds()
+    start = len(prompt)
 
     def emit(token: int) -> bool:
         result.tokens.append(token)
@@ -56,23 +57,23 @@ def speculative(
             result.finish = "length"
         return bool(result.finish)
 
-    if emit(model.pick(prompt, sampling, None).token):
+    if emit(model.pick(prompt, sampling, None, start).token):
         return result
     while True:
         text = [*prompt, *result.tokens]
         most = min(draft.max_tokens, limit - len(result.tokens) - 1, max_verify - 1)
         guesses: list[int] = []
         while len(guesses) < most:
-            pick = model.pick(text + guesses, sampling, draft.plan)
+            pick = model.pick(text + guesses, sampling, draft.plan, start)
             guesses.append(pick.token)
             if pick.probability < draft.min_probability or pick.token in model.end_tokens:
                 break
         right = 0
         for i, guess in enumerate(guesses):
-            if model.pick(text + guesses[:i], sampling, None).token != guess:
+            if model.pick(text + guesses[:i], sampling, None, start).token != guess:
                 break
             right += 1
-        extra = model.pick(text + guesses[:right], sampling, None).token
+        extra = model.pick(text + guesses[:right], sampling, None, start).token
         result.drafted.append(len(guesses))
         result.accepted.append(right)
         for token in [*guesses[:right], extra]:

@@ -11,6 +11,7 @@ import pytest
 from fakes import FakeBackend, ToyModel, chance, interrupted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stats_identity import check_stats
 
 from knapspec_edge.decode.session import Session
 from knapspec_edge.decode.stats import acceptance_by_place, timings
@@ -34,15 +35,6 @@ def draft_of(*skipped: int, gamma: int = 4, threshold: float = 0.0) -> Draft:
     return Draft(Plan.skipping(N_SUBLAYERS, list(skipped)), gamma, threshold)
 
 
-def check_identity(stats: Stats) -> None:
-    assert stats.completion_tokens == stats.draft_n_accepted + stats.target_n - stats.cut_n
-    assert stats.target_n in (0, stats.rounds + 1)
-    assert 0 <= stats.draft_n_accepted <= stats.draft_n
-    assert sum(k * n for k, n in stats.accepted_lengths.items()) == stats.draft_n_accepted
-    assert sum(stats.accepted_at) == stats.draft_n_accepted
-    assert stats.cut_n >= 0
-
-
 def read(session: Session, prompt: list[int], **options: object) -> tuple[list[int], Stats]:
     """All tokens of one generation, after checking everything that must always hold."""
     generation = session.generate(prompt, **options)  # type: ignore[arg-type]
@@ -51,9 +43,9 @@ def read(session: Session, prompt: list[int], **options: object) -> tuple[list[i
     for event in generation:
         tokens.append(event.token)
         assert event.position == len(prompt) + len(tokens) - 1
-        check_identity(generation.stats)
+        check_stats(generation.stats)
     stats = generation.stats
-    check_identity(stats)
+    check_stats(stats)
     backend.check_ledger()
     assert stats.completion_tokens == len(tokens)
     assert session.ids == backend.tokens == tuple([*prompt, *tokens][:-1])
@@ -248,7 +240,7 @@ class TestEndings:
             assert tokens == wanted[:n]
             assert generation.stats.completion_tokens == n
             assert generation.stats.finish_reason == "stop"
-            check_identity(generation.stats)
+            check_stats(generation.stats)
             backend.check_ledger()
             assert session.ids == backend.tokens == tuple(PROMPT + tokens[:-1])
             assert list(generation) == []
@@ -277,7 +269,7 @@ class TestEndings:
         # list.extend from a generator keeps what came before the error
         assert tokens == wanted[: len(tokens)]
         stats = generation.stats
-        check_identity(stats)
+        check_stats(stats)
         assert stats.completion_tokens == len(tokens) >= 1
         interrupt = isinstance(error, (Interrupted, KeyboardInterrupt))
         assert stats.finish_reason == ("interrupted" if interrupt else None)
@@ -298,7 +290,7 @@ class TestEndings:
             next(generation)
         assert generation.stats.finish_reason == "interrupted"
         assert generation.stats.completion_tokens == 0
-        check_identity(generation.stats)
+        check_stats(generation.stats)
         assert session.ids == backend.tokens == tuple(prompt[:8])
         backend.check_ledger()
         tokens, stats = read(session, prompt, max_tokens=5)
@@ -501,12 +493,19 @@ class TestStatistics:
             1000 * 20 / stats.predicted_ms, abs=1e-3
         )
         assert "baseline_per_second" not in timings(stats)
+        lengths = {int(k): n for k, n in result["accepted_lengths"].items()}
+        assert lengths == stats.accepted_lengths
+        for i, share in enumerate(result["acceptance_by_place"]):
+            longer = sum(n for k, n in lengths.items() if k > i)
+            assert share == pytest.approx(longer / stats.tried_at[i], abs=1e-4)
+        assert len(result["acceptance_by_place"]) >= max(lengths)
 
     def test_nothing_divides_by_zero(self) -> None:
         result = timings(Stats())
         assert result["predicted_per_second"] == result["prompt_per_second"] == 0.0
         assert result["draft_n"] == result["draft_n_accepted"] == 0
-        assert acceptance_by_place(Stats()) == []
+        assert acceptance_by_place(Stats()) == result["acceptance_by_place"] == []
+        assert result["accepted_lengths"] == {}
 
     def test_acceptance_by_place_is_conditional(self) -> None:
         backend = FakeBackend(ToyModel(end_tokens=frozenset()))

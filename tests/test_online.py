@@ -16,7 +16,7 @@ from fake_vocabulary import FakeVocabulary
 from fakes import Costs, FakeBackend, ToyModel, interrupted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_loop import check_identity
+from stats_identity import check_stats
 
 from knapspec_edge.config import DEFAULTS, Config
 from knapspec_edge.decode.policy import Policy
@@ -134,7 +134,7 @@ class Bench:
         tokens = []
         for event in generation:
             tokens.append(event.token)
-            check_identity(generation.stats)
+            check_stats(generation.stats)
         self.backend.check_ledger()
         limit = min(n, self.backend.n_ctx - len(prompt))
         assert tokens == naive.plain(self.model, prompt, limit, sampling)[0]
@@ -308,7 +308,7 @@ class TestExactness:
         tokens = []
         for event in generation:
             tokens.append(event.token)
-            check_identity(generation.stats)
+            check_stats(generation.stats)
         backend.check_ledger()
         assert tokens == expected
         self.coverage.update(policy.checked)
@@ -651,7 +651,7 @@ class TestTrouble:
         assert tokens == naive.plain(bench.model, PROMPT, len(tokens), GREEDY)[0]
         assert generation.stats.finish_reason == "interrupted"
         assert generation.stats.plan_ms > 0.0
-        check_identity(generation.stats)
+        check_stats(generation.stats)
         bench.backend.check_ledger()
         assert bench.session.ids == bench.backend.tokens == tuple([*PROMPT, *tokens][:-1])
         assert isinstance(error, (Interrupted, KeyboardInterrupt))
@@ -678,7 +678,7 @@ def new_engine(
 def ask(engine: Engine, n: int, prompt: Sequence[int] = PROMPT) -> Answer:
     answer = engine.generate(prompt, Settings(max_tokens=n))
     for _ in answer:
-        check_identity(answer.stats)
+        check_stats(answer.stats)
     backend = engine.backend
     assert isinstance(backend, FakeBackend)
     assert answer.token_ids == naive.plain(backend.model, prompt, n, GREEDY)[0]

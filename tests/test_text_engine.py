@@ -13,6 +13,7 @@ import pytest
 from fake_vocabulary import FakeVocabulary
 from fakes import FakeBackend, interrupted
 from scripted import CHATML, ScriptedModel, fake_of, scripted_engine
+from stats_identity import check_stats
 
 from knapspec_edge import gguf_check, native
 from knapspec_edge.config import DEFAULTS
@@ -29,7 +30,7 @@ from knapspec_edge.errors import (
 )
 from knapspec_edge.latency import kept
 from knapspec_edge.latency.store import Store
-from knapspec_edge.records import Draft, Plan, RoundTimes, Stats
+from knapspec_edge.records import Draft, Plan, RoundTimes
 from knapspec_edge.search import plan_file
 
 ASK = [{"role": "user", "content": "hello"}]
@@ -46,10 +47,6 @@ def force(engine: Engine, draft_tokens: int = 4) -> None:
 
 def read(answer: Answer) -> list[str]:
     return [event.text for event in answer]
-
-
-def check_identity(stats: Stats) -> None:
-    assert stats.completion_tokens == stats.draft_n_accepted + stats.target_n - stats.cut_n
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "speculative"])
@@ -71,7 +68,7 @@ def test_answer_is_streamed_whole(text: str, speculative: bool) -> None:
     assert answer.token_ids[-1] == fake_of(engine).model.vocabulary.special["<|im_end|>"]  # type: ignore[attr-defined]
     assert answer.stats.completion_tokens == len(answer.token_ids)
     assert (answer.stats.draft_n > 0) == speculative
-    check_identity(answer.stats)
+    check_stats(answer.stats)
 
 
 def test_speculation_changes_nothing_but_the_counters() -> None:
@@ -104,7 +101,7 @@ def test_stop_string_inside_an_accepted_block_cuts_everything_alike(draft_tokens
     # the cache as well: nothing of the stop string is left in it
     assert engine.session.ids[answer.stats.prompt_tokens :] == tuple(answer.token_ids)
     assert fake_of(engine).n_past == len(engine.session.ids)
-    check_identity(answer.stats)
+    check_stats(answer.stats)
     fake_of(engine).check_ledger()
 
 
@@ -135,7 +132,7 @@ def test_reader_that_leaves_early_keeps_what_it_read() -> None:
         seen = [next(answer).text for _ in range(5)]
     assert answer.text == "".join(seen)
     assert answer.stats.completion_tokens == 5 == len(answer.token_ids)
-    check_identity(answer.stats)
+    check_stats(answer.stats)
     assert read(engine.chat(ASK))[:5] == seen
 
 

@@ -11,6 +11,8 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
     """The `timings` object of one answer.
 
     `prompt_n` counts prompt tokens that were computed, `cache_n` those found in the cache.
+    `accepted_lengths` counts rounds with a draft by how many tokens were accepted,
+    `acceptance_by_place` is described at the function of that name; both are empty without a draft.
     `baseline_per_second` (measured plain speed) appears only where it was measured.
     """
     computed = max(0, stats.prompt_tokens - stats.cached_tokens)
@@ -31,6 +33,7 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
         "overhead_ms": round(stats.overhead_ms, 3),
         # JSON keys are strings; the histogram is in order of the accepted length.
         "accepted_lengths": {str(k): n for k, n in sorted(stats.accepted_lengths.items())},
+        "acceptance_by_place": [round(p, 4) for p in acceptance_by_place(stats)],
     }
     if baseline_per_second is not None:
         result["baseline_per_second"] = round(baseline_per_second, 3)
@@ -38,7 +41,8 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
 
 
 def acceptance_by_place(stats: Stats) -> list[float]:
-    """p_1..p_γ: share of drafted tokens accepted at each place, given all before it were."""
+    """p_1..p_γ: share of the tokens verified at each place of a draft that were accepted, of those
+    rounds in which all before it were. Ends with the last place that was ever reached."""
     return [
         accepted / tried
         for accepted, tried in zip(stats.accepted_at, stats.tried_at, strict=True)

@@ -24,7 +24,7 @@ from ..errors import (
     RollbackError,
     UsageError,
 )
-from ..records import GREEDY, Pick, Plan, Sampling, SubLayer, Traits
+from ..records import GREEDY, Grammar, Pick, Plan, Sampling, SubLayer, Traits
 from . import bindings, library, plans
 from .model import Model
 from .threads import default_threads
@@ -167,6 +167,9 @@ class LlamaBackend(Closing):
         self._lib = self._llama._lib
         self._pointer: Any = None
         self._branching = False  # inside `branches`
+        self._grammar: Any = None  # struct knapspec_grammar *, read from _grammar_from
+        self._grammar_from: Grammar | None = None
+        self._answer_start = 0  # position of the first token that a grammar is about
         # Held while native code works on the context. Reentrant, because a signal handler runs in
         # the middle of whatever its thread was doing.
         self._computing = threading.RLock()
@@ -296,6 +299,7 @@ class LlamaBackend(Closing):
             with self._freeing:
                 pointer, self._pointer = self._pointer, None
             if pointer:
+                self._free_grammar()
                 self._lib.knapspec_sigint_guard(pointer, False)
                 self._llama.llama_free(pointer)
                 self.model.detach()
@@ -352,6 +356,44 @@ class LlamaBackend(Closing):
 
     # the four verbs
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        outside = next((t for t, _ in sampling.logit_bias if not 0 <= t < self.n_vocab), None)
+        if outside is not None:
+            raise UsageError(
+                f"there is no token {outside} to put a bias on; this model's tokens are "
+                f"0..{self.n_vocab - 1}"
+            )
+        if sampling.grammar is not None:
+            with self._alone():
+                self._grammar_for(sampling.grammar)
+
+    def _grammar_for(self, grammar: Grammar | None) -> Any:
+        """The native grammar, or None; the latest one is kept."""
+        if grammar is None:
+            return None
+        if grammar != self._grammar_from or self._grammar is None:
+            self._free_grammar()
+            ends = sorted(grammar.ends)
+            self._lib.knapspec_clear_error()
+            self._grammar = self._lib.knapspec_grammar_init(
+                self.model.pointer,
+                grammar.text.encode(),
+                grammar.root.encode(),
+                (ctypes.c_int32 * len(ends))(*ends),
+                len(ends),
+            )
+            if not self._grammar:
+                reason = bindings.last_error(self._lib) or "no reason given"
+                raise UsageError(f"the grammar cannot be read: {reason}")
+            self._grammar_from = grammar
+        return self._grammar
+
+    def _free_grammar(self) -> None:
+        grammar, self._grammar, self._grammar_from = self._grammar, None, None
+        self._sampling_from = None
+        if grammar:
+            self._lib.knapspec_grammar_free(grammar)
+
     def prefill(
         self,
         tokens: Sequence[int],
@@ -362,6 +404,8 @@ class LlamaBackend(Closing):
         if not total:
             raise ValueError("there is nothing to prefill")
         self._check_room(total)
+        self._answer_start = self._n_past + total
+        self._sampling_from = None
         done = 0
         while done < total:
             part = tokens[done : done + self._slice]
@@ -370,12 +414,12 @@ class LlamaBackend(Closing):
             done += len(part)
             if progress is not None:
                 progress(done, total)
-        return self._pick(0)
+        return self._pick(0, sampling)
 
     def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
         self._check_room(1)
         self._evaluate((token,), 1, sampling, plan)
-        return self._pick(0)
+        return self._pick(0, sampling if plan is None else None)
 
     def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
         n = len(tokens)
@@ -385,7 +429,7 @@ class LlamaBackend(Closing):
             raise ValueError(f"{n} tokens exceed the widest verification, {self._max_verify}")
         self._check_room(n)
         self._evaluate(tokens, n, sampling, None)
-        return [self._pick(i) for i in range(n)]
+        return [self._pick(i, sampling) for i in range(n)]
 
     def truncate(self, n_tokens: int) -> None:
         if not 0 <= n_tokens <= self._n_past:
@@ -697,8 +741,28 @@ class LlamaBackend(Closing):
                 f"{self._n_past + n} tokens do not fit a context of {self._n_ctx}: raise --ctx"
             )
 
-    def _pick(self, row: int) -> Pick:
-        return Pick(self._tokens_out[row], self._probs_out[row], self._margins_out[row])
+    def _pick(self, row: int, sampling: Sampling | None) -> Pick:
+        """The pick of one row of the latest pass; `sampling` says what to report with it."""
+        token = self._tokens_out[row]
+        n_probs = None if sampling is None else sampling.n_probs
+        if n_probs is None:
+            return Pick(token, self._probs_out[row], self._margins_out[row])
+        n_most = min(n_probs, self.n_vocab)
+        logprob = ctypes.c_float()
+        tokens, logprobs = (ctypes.c_int32 * n_most)(), (ctypes.c_float * n_most)()
+        with self._alone():
+            n = self._lib.knapspec_logprobs(
+                self._pointer, row, token, n_most, ctypes.byref(logprob), tokens, logprobs
+            )
+        if n < 0:
+            raise NativeError(bindings.last_error(self._lib) or "no log-probabilities")
+        return Pick(
+            token,
+            self._probs_out[row],
+            self._margins_out[row],
+            logprob.value,
+            tuple(zip(tokens[:n], logprobs[:n], strict=True)),
+        )
 
     def _set_plan(self, plan: Plan | None) -> None:
         if plan is not None and not self._sublayers:
@@ -750,9 +814,9 @@ class LlamaBackend(Closing):
         if plan is not self._plan:
             self._set_plan(plan)
         if sampling is not self._sampling_from:
-            self._sampling.temperature = sampling.temperature
-            self._sampling.min_p = sampling.min_p
-            self._sampling.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
+            self._sampling.set(sampling)
+            self._sampling.grammar = self._grammar_for(sampling.grammar)
+            self._sampling.answer_start = self._answer_start
             self._sampling_from = sampling
 
     def _raise(self, code: int, n: int, before: int) -> NoReturn:

@@ -512,7 +512,7 @@ int32_t knapspec_context::branching::head(int32_t n_branches, const float * stat
     // no more rows of logits at a time than a pass of this context may have
     const int32_t n_most  = std::max<int32_t>(1, std::min<int32_t>(n_room, ctx.cparams.n_outputs_max/n_tokens));
     const int32_t n_turns = (n_branches + n_most - 1)/n_most;
-    const knapspec_sampling greedy = {};
+    const knapspec_sampling greedy = knapspec_sampler::greedy();
     for (int32_t turn = 0, done = 0; turn < n_turns; ++turn) {
         const int32_t n = n_branches/n_turns + (turn < n_branches % n_turns);
         built * graph = build(n, false);
@@ -527,7 +527,8 @@ int32_t knapspec_context::branching::head(int32_t n_branches, const float * stat
         for (int32_t i = 0; i < n*n_tokens && ret == KNAPSPEC_OK; ++i) {
             float margin = 0.0f;
             const size_t row = (size_t) done*n_tokens + i;
-            ret = knapspec_pick(logits.data() + (size_t) i*n_vocab, n_vocab, &greedy, 0, &tokens_out[row], &probs_out[row], &margin);
+            ret = owner.sampler.pick(
+                    logits.data() + (size_t) i*n_vocab, n_vocab, greedy, 0, nullptr, 0, &tokens_out[row], &probs_out[row], &margin);
         }
         if (ret != KNAPSPEC_OK) {
             return ret;

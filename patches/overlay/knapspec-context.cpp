@@ -423,11 +423,14 @@ int32_t knapspec_context::eval(
         return KNAPSPEC_BAD_ARGUMENT;
     }
     const llama_batch batch = make_batch(tokens, n_tokens, pos, n_outputs);
+    n_rows = 0;
     const int32_t ret = compute(*llama_batch_compat(&ctx, batch).batch_ext);
     if (ret != KNAPSPEC_OK) {
         return ret;
     }
-    return pick(batch.pos + n_tokens - n_outputs, n_outputs, sampling, tokens_out, probs_out, margins_out);
+    set_text(pos, tokens, n_tokens);
+    n_rows = n_outputs;
+    return pick(pos + n_tokens - n_outputs, 0, n_outputs, sampling, tokens_out, probs_out, margins_out);
 }
 
 void knapspec_context::watch_interrupt() {
@@ -457,26 +460,47 @@ int32_t knapspec_context::compute(const llama_batch_ext & batch) {
     return interrupted.load() ? KNAPSPEC_ABORTED : KNAPSPEC_OK;
 }
 
-// One token per row of logits of the latest pass, given the position of the token that each row belongs to.
+// Positions behind these tokens hold nothing any more, whatever was there: a draft, or a text that has been cut.
+void knapspec_context::set_text(llama_pos pos, const llama_token * tokens, int32_t n_tokens) {
+    text.resize(pos, -1);
+    text.insert(text.end(), tokens, tokens + n_tokens);
+}
+
 int32_t knapspec_context::pick(
-        const llama_pos         * positions,
+        llama_pos                 pos,
+        int32_t                   first_row,
         int32_t                   n_outputs,
         const knapspec_sampling & sampling,
         llama_token             * tokens_out,
         float                   * probs_out,
         float                   * margins_out) {
     const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
-    const float * logits  = n_outputs > 0 ? ctx.get_logits() : nullptr;
-    for (int32_t i = 0; i < n_outputs; ++i) {
-        const int64_t position = (int64_t) positions[i] + 1;
-        const int32_t picked = knapspec_pick(
-                logits + (size_t) i*n_vocab, n_vocab, &sampling, position, &tokens_out[i], &probs_out[i], &margins_out[i]);
-        if (picked != KNAPSPEC_OK) {
+    float * logits = n_outputs > 0 ? ctx.get_logits() + (size_t) first_row*n_vocab : nullptr;
+    for (int32_t i = 0; i < n_outputs; ++i, logits += n_vocab) {
+        const int64_t position = (int64_t) pos + i + 1;
+        const int32_t picked = sampler.pick(
+                logits, n_vocab, sampling, position, text.data(), std::min<size_t>(text.size(), position),
+                &tokens_out[i], &probs_out[i], &margins_out[i]);
+        if (picked == KNAPSPEC_DEAD_END) {
+            LLAMA_LOG_ERROR("the grammar allows no token of this model at position %lld\n", (long long) position);
+        } else if (picked != KNAPSPEC_OK) {
             LLAMA_LOG_ERROR("%s: no finite logit at position %lld\n", __func__, (long long) position);
+        }
+        if (picked != KNAPSPEC_OK) {
             return picked;
         }
     }
     return KNAPSPEC_OK;
+}
+
+int32_t knapspec_context::logprobs(
+        int32_t row, llama_token token, int32_t n_top, float * logprob_out, llama_token * tokens_out, float * logprobs_out) {
+    if (row < 0 || row >= n_rows) {
+        LLAMA_LOG_ERROR("%s: the latest pass has %d rows, not row %d\n", __func__, n_rows, row);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
+    return sampler.logprobs(ctx.get_logits() + (size_t) row*n_vocab, n_vocab, token, n_top, logprob_out, tokens_out, logprobs_out);
 }
 
 //
@@ -525,6 +549,7 @@ int32_t knapspec_context::beside(
         return KNAPSPEC_BAD_ARGUMENT;
     }
     ctx.synchronize();
+    n_rows = 0;
 
     batch_branch.resize(n_blocks);
     batch_pos.clear();
@@ -559,7 +584,7 @@ int32_t knapspec_context::beside(
         }
     }
     if (ret == KNAPSPEC_OK) {
-        ret = pick(batch_pos.data(), (int32_t) n_tokens, sampling, tokens_out, probs_out, margins_out);
+        ret = pick_beside(tokens, n_blocks, starts, lengths, sampling, tokens_out, probs_out, margins_out);
     }
     if (ret == KNAPSPEC_OK && expected) {
         const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
@@ -574,6 +599,35 @@ int32_t knapspec_context::beside(
         ctx.memory->seq_rm(i + 1, -1, -1);
     }
     branches().give_back();
+    return ret;
+}
+
+// Each block is a text of its own, for as long as it is picked from.
+int32_t knapspec_context::pick_beside(
+        const llama_token       * tokens,
+        int32_t                   n_blocks,
+        const llama_pos         * starts,
+        const int32_t           * lengths,
+        const knapspec_sampling & sampling,
+        llama_token             * tokens_out,
+        float                   * probs_out,
+        float                   * margins_out) {
+    const bool      reads = knapspec_sampler::needs_text(sampling);
+    const size_t    first = std::min<size_t>(text.size(), *std::min_element(starts, starts + n_blocks));
+    const std::vector<llama_token> rest(text.begin() + first, text.end());
+    int32_t ret = KNAPSPEC_OK;
+    for (int32_t i = 0, row = 0; i < n_blocks && ret == KNAPSPEC_OK; row += lengths[i++]) {
+        if (reads) {
+            text.resize(first);
+            text.insert(text.end(), rest.begin(), rest.begin() + std::min(rest.size(), starts[i] - first));
+            set_text(starts[i], tokens + row, lengths[i]);
+        }
+        ret = pick(starts[i], row, lengths[i], sampling, tokens_out + row, probs_out + row, margins_out + row);
+    }
+    if (reads) {
+        text.resize(first);
+        text.insert(text.end(), rest.begin(), rest.end());
+    }
     return ret;
 }
 
@@ -652,6 +706,11 @@ int32_t knapspec_sublayer_traits(llama_context * ctx, int32_t i, knapspec_traits
 
 int32_t knapspec_learned_positions(llama_context * ctx) {
     return (int32_t) knapspec_context::of(ctx).learned_positions();
+}
+
+int32_t knapspec_logprobs(
+        llama_context * ctx, int32_t row, llama_token token, int32_t n_top, float * logprob_out, llama_token * tokens_out, float * logprobs_out) {
+    return knapspec_context::of(ctx).logprobs(row, token, n_top, logprob_out, tokens_out, logprobs_out);
 }
 
 int32_t knapspec_fill(llama_context * ctx, int32_t n_tokens, llama_pos pos) {

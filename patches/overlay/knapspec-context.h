@@ -3,6 +3,7 @@
 
 #include "knapspec.h"
 #include "knapspec-graph.h"
+#include "knapspec-sampling.h"
 
 #include "llama-graph.h"
 
@@ -78,6 +79,8 @@ public:
 
     int32_t fill(int32_t n_tokens, llama_pos pos);
 
+    int32_t logprobs(int32_t row, llama_token token, int32_t n_top, float * logprob_out, llama_token * tokens_out, float * logprobs_out);
+
     // From now on passes keep the residual stream after every sublayer; `captured` copies that of the latest one.
     int32_t capture(bool enable);
     int32_t captured(float * out, int32_t n_tokens);
@@ -143,6 +146,10 @@ private:
 
     std::unique_ptr<branching> branched;
 
+    knapspec_sampler         sampler;
+    std::vector<llama_token> text; // of sequence 0 by position, as far as it came through eval; -1: unknown
+    int32_t                  n_rows = 0; // of logits of the latest pass
+
     std::vector<llama_token>    batch_tokens; // of cells that are filled without computing
     std::vector<llama_pos>      batch_pos;
     std::vector<int32_t>        batch_n_seq_id;
@@ -163,9 +170,21 @@ private:
 
     void    watch_interrupt();
     int32_t compute(const llama_batch_ext & batch);
+    void    set_text(llama_pos pos, const llama_token * tokens, int32_t n_tokens);
+    // rows first_row .. of the latest pass, for the tokens at positions pos + 1 ..
     int32_t pick(
-            const llama_pos         * positions,
+            llama_pos                 pos,
+            int32_t                   first_row,
             int32_t                   n_outputs,
+            const knapspec_sampling & sampling,
+            llama_token             * tokens_out,
+            float                   * probs_out,
+            float                   * margins_out);
+    int32_t pick_beside(
+            const llama_token       * tokens,
+            int32_t                   n_blocks,
+            const llama_pos         * starts,
+            const int32_t           * lengths,
             const knapspec_sampling & sampling,
             llama_token             * tokens_out,
             float                   * probs_out,

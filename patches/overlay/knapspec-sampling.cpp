@@ -1,0 +1,913 @@
+#include "knapspec-sampling.h"
+#include "knapspec-grammar.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+namespace {
+
+// The loops below are written for compilers to vectorise without leave to reorder floating-point operations: independent
+// lanes, no control flow. libllama is compiled for the oldest supported CPU, so they are compiled for newer ones as well.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#    define KNAPSPEC_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#    define KNAPSPEC_CLONES
+#endif
+
+constexpr int LANES = 16;
+constexpr int BLOCK = 1024; // keeps single-precision partial sums short; a multiple of LANES
+
+// The row is looked through in parts whose maxima are known: one lane of SPAN consecutive logits each.
+constexpr int SPAN_ROWS = 32;
+constexpr int SPAN      = SPAN_ROWS*LANES;
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+using candidate  = knapspec_sampler::candidate;
+using candidates = knapspec_sampler::candidates;
+
+// out[i] = exp((x[i] - top)/T) where x[i] >= floor, else 0; for x[i] <= top. Relative error below 2e-7, 0 below exp(-87).
+// In the form of Cephes' expf.
+KNAPSPEC_CLONES
+void exp_block(const float * x, float * out, int n, float top, float floor, float inverse_temperature) {
+    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    for (int i = 0; i < n; ++i) {
+        const float y = (x[i] - top)*inverse_temperature;
+        const float c = y > -87.0f ? y : -87.0f;
+        const float k = (c*1.44269504f + magic) - magic;
+        const float r = (c - k*0.693359375f) + k*2.12194440e-4f;
+        float p = 1.9875691500e-4f;
+        p = p*r + 1.3981999507e-3f;
+        p = p*r + 8.3334519073e-3f;
+        p = p*r + 4.1665795894e-2f;
+        p = p*r + 1.6666665459e-1f;
+        p = p*r + 5.0000001201e-1f;
+        p = p*r*r + r + 1.0f;
+        const int32_t bits = ((int32_t) k + 127) << 23;
+        float scale;
+        memcpy(&scale, &bits, sizeof(scale));
+        const float e = p*scale;
+        const float inside = x[i] >= floor ? e : 0.0f;
+        out[i] = y >= -87.0f ? inside : 0.0f;
+    }
+}
+
+// finaliser of SplitMix64 (Steele, Lea, Flood 2014)
+inline uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15ull;
+
+// 1 - u for u uniform in (0, 1): strictly between 0 and 1
+inline double one_minus_uniform(uint64_t key, int32_t token) {
+    return ((double) (mix(key + GOLDEN*(uint64_t) (token + 1)) >> 11) + 0.5) * 0x1.0p-53;
+}
+
+// out[i] <= one_minus_uniform(key, token + i), to 24 bits: enough to rule most tokens out
+KNAPSPEC_CLONES
+void noise_block(uint64_t key, int32_t token, float * out, int n) {
+    for (int i = 0; i < n; ++i) {
+        const uint64_t z = mix(key + GOLDEN*(uint64_t) (token + i + 1));
+        out[i] = (float) (int32_t) (z >> 40) * 0x1.0p-24f;
+    }
+}
+
+// Whether any out of LANES tokens may arrive before `time`, given the bounds of noise_block
+inline bool any_before(const float * noise, const float * weights, float time) {
+    int any = 0;
+    for (int j = 0; j < LANES; ++j) {
+        any |= noise[j] < time*weights[j];
+    }
+    return any != 0;
+}
+
+struct best_two {
+    float first;
+    float second;
+};
+
+// NaN never wins a comparison and is passed over
+KNAPSPEC_CLONES
+best_two find_best(const float * logits, int32_t n_vocab) {
+    const float lowest = -std::numeric_limits<float>::infinity();
+    float first [LANES];
+    float second[LANES];
+    for (int j = 0; j < LANES; ++j) {
+        first[j] = second[j] = lowest;
+    }
+    int32_t i = 0;
+    for (; i + LANES <= n_vocab; i += LANES) {
+        for (int j = 0; j < LANES; ++j) {
+            const float x   = logits[i + j];
+            const float low = x > first[j] ? first[j] : x;
+            first [j] = x > first[j] ? x : first[j];
+            second[j] = low > second[j] ? low : second[j];
+        }
+    }
+    best_two best = { lowest, lowest };
+    const auto add = [&best](float x) {
+        if (x > best.first) {
+            best.second = best.first;
+            best.first  = x;
+        } else if (x > best.second) {
+            best.second = x;
+        }
+    };
+    for (int j = 0; j < LANES; ++j) {
+        add(first[j]);
+        add(second[j]);
+    }
+    for (; i < n_vocab; ++i) {
+        add(logits[i]);
+    }
+    return best;
+}
+
+KNAPSPEC_CLONES
+float sum_block(const float * x, int n) {
+    float sum[LANES] = { 0.0f };
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; ++j) {
+            sum[j] += x[i + j];
+        }
+    }
+    float total = 0.0f;
+    for (; i < n; ++i) {
+        total += x[i];
+    }
+    for (int j = 0; j < LANES; ++j) {
+        total += sum[j];
+    }
+    return total;
+}
+
+
+// sum of weights[i]*(x[i] - best)/T
+KNAPSPEC_CLONES
+float dot_block(const float * x, const float * weights, int n, float best, float inverse_temperature) {
+    float sum[LANES] = { 0.0f };
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; ++j) {
+            const float y = weights[i + j] > 0.0f ? (x[i + j] - best)*inverse_temperature : 0.0f;
+            sum[j] += weights[i + j]*y;
+        }
+    }
+    float total = 0.0f;
+    for (; i < n; ++i) {
+        total += weights[i] > 0.0f ? weights[i]*((x[i] - best)*inverse_temperature) : 0.0f;
+    }
+    for (int j = 0; j < LANES; ++j) {
+        total += sum[j];
+    }
+    return total;
+}
+
+// out[span*LANES + lane]: NaN is passed over
+KNAPSPEC_CLONES
+void find_maxima(const float * x, int32_t n, float * out) {
+    for (int32_t begin = 0; begin < n; begin += SPAN, out += LANES) {
+        float best[LANES];
+        for (int j = 0; j < LANES; ++j) {
+            best[j] = LOWEST;
+        }
+        const int32_t left = n - begin;
+        const int     rows = left/LANES < SPAN_ROWS ? left/LANES : SPAN_ROWS;
+        for (int r = 0; r < rows; ++r) {
+            for (int j = 0; j < LANES; ++j) {
+                const float v = x[begin + r*LANES + j];
+                best[j] = v > best[j] ? v : best[j];
+            }
+        }
+        for (int32_t i = rows*LANES; i < left && i < SPAN; ++i) {
+            const float v = x[begin + i];
+            best[i % LANES] = v > best[i % LANES] ? v : best[i % LANES];
+        }
+        for (int j = 0; j < LANES; ++j) {
+            out[j] = best[j];
+        }
+    }
+}
+
+// out[i] = min(x[i], most)
+KNAPSPEC_CLONES
+void clamp_block(const float * x, float * out, int n, float most) {
+    for (int i = 0; i < n; ++i) {
+        out[i] = x[i] < most ? x[i] : most;
+    }
+}
+
+bool more_probable(const candidate & a, const candidate & b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+bool more_typical(const candidate & a, const candidate & b) {
+    return a.key < b.key || (a.key == b.key && more_probable(a, b));
+}
+
+// Cuts the list to its shortest beginning, in this order, whose weights reach `target` (or exceed it), at least one. Halves
+// that are not needed are never sorted.
+template <typename order>
+void keep_weight(candidates & list, double target, bool exceed, order before) {
+    const auto reaches = [&](double sum) { return exceed ? sum > target : sum >= target; };
+    size_t low = 0, high = list.size();
+    double sum = 0.0;
+    while (high - low > 256) {
+        const size_t middle = low + (high - low)/2;
+        std::nth_element(list.begin() + low, list.begin() + middle, list.begin() + high, before);
+        double half = 0.0;
+        for (size_t i = low; i < middle; ++i) {
+            half += list[i].weight;
+        }
+        if (reaches(sum + half)) {
+            high = middle;
+        } else {
+            sum += half;
+            low  = middle;
+        }
+    }
+    std::sort(list.begin() + low, list.begin() + high, before);
+    while (low < high) {
+        sum += list[low++].weight;
+        if (reaches(sum)) {
+            break;
+        }
+    }
+    list.resize(std::max<size_t>(low, std::min<size_t>(1, list.size())));
+}
+
+double total_weight(const candidates & list) {
+    double total = 0.0;
+    for (const candidate & c : list) {
+        total += c.weight;
+    }
+    return total;
+}
+
+float best_logit(const candidates & list) {
+    float best = LOWEST;
+    for (const candidate & c : list) {
+        best = std::max(best, c.logit);
+    }
+    return best;
+}
+
+// Gumbel-max as an exponential race: argmax of x/T + gumbel = argmin of -log(u) / exp(x/T). Here its logarithm, on a scale
+// on which x = best arrives at rate 1. Sums of such times stay meaningful: once somebody has arrived, how long the others
+// still take is what it was at the start.
+double log_time(uint64_t noise, llama_token id, double logit, double best, double inverse_temperature) {
+    return std::log(-std::log1p(-one_minus_uniform(noise, id))) - (logit - best)*inverse_temperature;
+}
+
+// log(exp(a) + exp(b))
+double log_add(double a, double b) {
+    const double high = std::max(a, b), low = std::min(a, b);
+    return high + std::log1p(std::exp(low - high));
+}
+
+uint64_t noise_of(uint64_t seed, int64_t position) {
+    return mix(mix(seed + GOLDEN) ^ (GOLDEN*(uint64_t) (position + 1)));
+}
+
+} // namespace
+
+knapspec_sampling knapspec_sampler::greedy() {
+    knapspec_sampling settings = {};
+    settings.top_p = settings.typical_p = settings.repeat_penalty = 1.0f;
+    return settings;
+}
+
+bool knapspec_sampler::needs_text(const knapspec_sampling & s) {
+    return s.grammar || (s.penalty_last_n != 0 &&
+            (s.repeat_penalty != 1.0f || s.presence_penalty != 0.0f || s.frequency_penalty != 0.0f));
+}
+
+bool knapspec_sampler::filters(const knapspec_sampling & s) const {
+    if (!(s.temperature > 0.0f)) {
+        return s.typical_p < 1.0f; // no other filter drops the most probable token
+    }
+    return s.typical_p < 1.0f || s.top_p < 1.0f || (s.top_k > 0 && s.top_k < n_row);
+}
+
+//
+// logits
+//
+
+void knapspec_sampler::change(float * logits, const knapspec_sampling & s, const llama_token * text, size_t n_text) {
+    edits.clear();
+    for (int32_t i = 0; i < s.n_bias; ++i) {
+        const llama_token token = s.bias[i].token;
+        if (token >= 0 && token < n_row) {
+            edits.push_back({ token, logits[token] });
+            logits[token] += s.bias[i].bias;
+        }
+    }
+    if (s.penalty_last_n == 0 || (s.repeat_penalty == 1.0f && s.presence_penalty == 0.0f && s.frequency_penalty == 0.0f)) {
+        return;
+    }
+    const size_t n = s.penalty_last_n < 0 ? n_text : std::min<size_t>(n_text, s.penalty_last_n);
+    counts.resize(std::max<size_t>(counts.size(), n_row));
+    window.clear();
+    for (size_t i = n_text - n; i < n_text; ++i) {
+        const llama_token token = text[i];
+        if (token >= 0 && token < n_row && counts[token]++ == 0) {
+            window.push_back(token);
+        }
+    }
+    for (const llama_token token : window) {
+        float & logit = logits[token];
+        edits.push_back({ token, logit });
+        // division alone would make negative logits more probable
+        logit = logit <= 0.0f ? logit*s.repeat_penalty : logit/s.repeat_penalty;
+        logit -= (float) counts[token]*s.frequency_penalty + s.presence_penalty;
+        counts[token] = 0;
+    }
+}
+
+//
+// candidates
+//
+
+void knapspec_sampler::scan() {
+    maxima.resize((size_t) (n_row + SPAN - 1)/SPAN*LANES);
+    find_maxima(row, n_row, maxima.data());
+}
+
+// All tokens with low <= logit <= high but those that are impossible. Needs scan().
+void knapspec_sampler::gather(float low, float high, candidates & out) const {
+    out.clear();
+    for (size_t part = 0; part < maxima.size(); ++part) {
+        if (!(maxima[part] >= low) || maxima[part] == LOWEST) {
+            continue;
+        }
+        const int32_t begin = (int32_t) (part/LANES)*SPAN + (int32_t) (part % LANES);
+        const int32_t end   = std::min(begin + SPAN, n_row);
+        for (int32_t i = begin; i < end; i += LANES) {
+            if (row[i] >= low && row[i] <= high && row[i] > LOWEST) {
+                out.push_back({ row[i], i, 0.0f, 0.0f });
+            }
+        }
+    }
+}
+
+// The n most probable tokens, or as many as are possible, in no order. Needs scan().
+void knapspec_sampler::most_probable(size_t n, candidates & out) {
+    float low = LOWEST;
+    if (n < maxima.size()) {
+        // as many parts have a maximum of this or more
+        sorted = maxima;
+        std::nth_element(sorted.begin(), sorted.begin() + (n - 1), sorted.end(), std::greater<float>());
+        low = sorted[n - 1];
+    }
+    gather(low, std::numeric_limits<float>::infinity(), out);
+    if (out.size() > n) {
+        std::nth_element(out.begin(), out.begin() + n, out.end(), more_probable);
+        out.resize(n);
+    }
+}
+
+void knapspec_sampler::weigh(candidates & list, float best, float inverse) const {
+    float x[BLOCK], weights[BLOCK];
+    for (size_t begin = 0; begin < list.size(); begin += BLOCK) {
+        const int n = (int) std::min<size_t>(BLOCK, list.size() - begin);
+        for (int i = 0; i < n; ++i) {
+            x[i] = list[begin + i].logit;
+        }
+        exp_block(x, weights, n, best, LOWEST, inverse);
+        for (int i = 0; i < n; ++i) {
+            list[begin + i].weight = weights[i];
+        }
+    }
+}
+
+//
+// filters
+//
+
+// Tokens whose information -log p is nearest to its mean, the entropy (Meister et al. 2023). As -log p = log Z - x/T, that is
+// the distance of x/T from its own mean.
+void knapspec_sampler::keep_typical(candidates & list, float p) {
+    const float best = best_logit(list);
+    weigh(list, best, filter_inverse);
+    double mean = 0.0;
+    for (const candidate & c : list) {
+        mean += c.weight > 0.0f ? (double) c.weight*((c.logit - best)*filter_inverse) : 0.0;
+    }
+    const double total = total_weight(list);
+    mean /= total;
+    for (candidate & c : list) {
+        c.key = (float) std::fabs((double) ((c.logit - best)*filter_inverse) - mean);
+    }
+    keep_weight(list, p*total, true, more_typical);
+}
+
+void knapspec_sampler::keep_typical_of_row(float p) {
+    const float best = *std::max_element(maxima.begin(), maxima.end());
+    float  weights[BLOCK];
+    double total = 0.0, mean = 0.0;
+    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+        exp_block(row + begin, weights, n, best, LOWEST, filter_inverse);
+        total += sum_block(weights, n);
+        mean  += dot_block(row + begin, weights, n, best, filter_inverse);
+    }
+    mean /= total;
+    const double target = p*total;
+    for (double radius = 1.0;; radius *= 2.0) {
+        const bool all = radius > 1000.0;
+        // a little wider than what counts, so that rounding at the border does not matter
+        const double low  = best + (mean - 1.001*radius)/filter_inverse;
+        const double high = best + (mean + 1.001*radius)/filter_inverse;
+        gather(all ? LOWEST : (float) low, all ? best : (float) high, chosen);
+        weigh(chosen, best, filter_inverse);
+        double inside = 0.0;
+        for (candidate & c : chosen) {
+            c.key = (float) std::fabs((double) ((c.logit - best)*filter_inverse) - mean);
+            inside += c.key <= radius ? c.weight : 0.0f;
+        }
+        if (all || inside > target) {
+            keep_weight(chosen, target, true, more_typical);
+            return;
+        }
+    }
+}
+
+void knapspec_sampler::keep_top_p(candidates & list, float p) {
+    weigh(list, best_logit(list), filter_inverse);
+    keep_weight(list, p*total_weight(list), false, more_probable);
+}
+
+void knapspec_sampler::keep_top_p_of_row(float p) {
+    const float best = *std::max_element(maxima.begin(), maxima.end());
+    float  weights[BLOCK];
+    double total = 0.0;
+    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+        exp_block(row + begin, weights, n, best, LOWEST, filter_inverse);
+        total += sum_block(weights, n);
+    }
+    const double target = p*total;
+    for (size_t n = 64;; n = n < 4096 ? 8*n : n_row) { // a flat row is not worth many tries
+        most_probable(n, chosen);
+        weigh(chosen, best, filter_inverse);
+        if (chosen.size() < n || n >= (size_t) n_row || total_weight(chosen) >= target) {
+            keep_weight(chosen, target, false, more_probable);
+            return;
+        }
+    }
+}
+
+void knapspec_sampler::keep_min_p(candidates & list, float p) {
+    const float floor = best_logit(list) + logf(std::fmin(p, 1.0f))/filter_inverse;
+    list.erase(std::remove_if(list.begin(), list.end(), [floor](const candidate & c) { return c.logit < floor; }), list.end());
+}
+
+//
+// picks
+//
+
+// temperature 0
+knapspec_sampler::outcome knapspec_sampler::best_of(const candidates & list) {
+    const candidate * best = &list[0], * second = nullptr;
+    double total = 0.0;
+    for (const candidate & c : list) {
+        if (more_probable(c, *best)) {
+            best = &c;
+        }
+    }
+    for (const candidate & c : list) {
+        total += std::exp((double) c.logit - best->logit);
+        if (&c != best && (!second || more_probable(c, *second))) {
+            second = &c;
+        }
+    }
+    const float margin = second ? best->logit - second->logit : std::numeric_limits<float>::infinity();
+    return { best->id, (float) (1.0/total), margin, 0.0 };
+}
+
+knapspec_sampler::outcome knapspec_sampler::argmax_of_row(float best, float second, llama_token top) {
+    float  weights[BLOCK];
+    double total = 0.0;
+    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+        exp_block(row + begin, weights, n, best, LOWEST, 1.0f);
+        total += sum_block(weights, n);
+    }
+    return { top, (float) (1.0/total), best - second, 0.0 };
+}
+
+// Among what the filters left. `before`: a race that somebody won who may not; its other participants, `first`, arrive when
+// they would have, and who was not among them starts now. Given how that race ended, both have their whole time still before
+// them, so the winner is distributed as in a race of its own, and still shares its noise.
+knapspec_sampler::outcome knapspec_sampler::race(const candidates & list, const outcome * before) {
+    const double infinity = std::numeric_limits<double>::infinity();
+    const float  best     = best_logit(list);
+    const candidate * winner = nullptr;
+    double first_time = infinity, second_time = infinity, total = 0.0;
+    // the scale of `before` has been moved to this list's best
+    for (const candidate & c : list) {
+        double time = log_time(noise, c.id, c.logit, best, draw_inverse);
+        if (before && !std::binary_search(first.begin(), first.end(), c.id)) {
+            time = log_add(before->log_time, time);
+        }
+        total += std::exp(((double) c.logit - best)*draw_inverse);
+        if (!winner || time < first_time) {
+            second_time = first_time;
+            first_time  = time;
+            winner      = &c;
+        } else if (time < second_time) {
+            second_time = time;
+        }
+    }
+    const double weight = std::exp(((double) winner->logit - best)*draw_inverse);
+    return { winner->id, (float) (weight/total), (float) (second_time - first_time), first_time };
+}
+
+// Among the whole row down to `floor`. Since -log(u) >= 1 - u, a token whose 1 - u is not below the time it has to beat needs
+// no logarithm. The likely ones go first, so that there is a time to beat. Needs scan().
+knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
+    const double infinity = std::numeric_limits<double>::infinity();
+    const auto weight = [&](float x) { return std::exp(((double) x - best)*draw_inverse); };
+    double  first_time = infinity, second_time = infinity;
+    int32_t winner = 0;
+    const auto arrive = [&](int32_t i) {
+        const double time = -std::log1p(-one_minus_uniform(noise, i)) / weight(row[i]);
+        if (time < first_time) {
+            second_time = first_time;
+            first_time  = time;
+            winner      = i;
+        } else if (time < second_time) {
+            second_time = time;
+        }
+    };
+    const float likely = std::max(floor, (float) (best - 3.0/draw_inverse));
+    gather(likely, best, kept);
+    for (const candidate & c : kept) {
+        arrive(c.id);
+    }
+
+    float   weights[BLOCK], early[BLOCK];
+    double  total = 0.0;
+    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+        exp_block(row + begin, weights, n, best, floor, (float) draw_inverse);
+        const float sum = sum_block(weights, n);
+        if (!(sum > 0.0f)) {
+            continue; // all below the floor
+        }
+        total += sum;
+        noise_block(noise, begin, early, n);
+        for (int j = n; j < BLOCK && j % LANES; ++j) {
+            weights[j] = early[j] = 0.0f;
+        }
+        for (int part = 0; part < n; part += LANES) {
+            // single precision only rules out, with room for its error
+            const float limit = (float) std::min<double>(second_time*1.00001, std::numeric_limits<float>::max());
+            if (!any_before(early + part, weights + part, limit)) {
+                continue;
+            }
+            for (int j = part; j < part + LANES && j < n; ++j) {
+                if (early[j] < limit*weights[j] && row[begin + j] < likely) {
+                    arrive(begin + j);
+                }
+            }
+        }
+    }
+    const float margin = std::isfinite(second_time) ? (float) std::log(second_time/first_time)
+                                                    : std::numeric_limits<float>::infinity();
+    return { winner, (float) (weight(row[winner])/total), margin, std::log(first_time) };
+}
+
+//
+// grammar
+//
+
+void knapspec_sampler::keep_allowed(knapspec_grammar & grammar, candidates & list) {
+    std::vector<llama_token> ids(list.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+        ids[i] = list[i].id;
+    }
+    std::unique_ptr<bool[]> allowed(new bool[list.size()]);
+    grammar.test(ids.data(), ids.size(), allowed.get());
+    size_t n = 0;
+    for (size_t i = 0; i < list.size(); ++i) {
+        if (allowed[i]) {
+            list[n++] = list[i];
+        }
+    }
+    list.resize(n);
+}
+
+// The most probable tokens, best first, so many of them that the grammar allows n, or all: `tested`, and those of them that it
+// allows: `out`.
+void knapspec_sampler::most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out) {
+    out.clear();
+    size_t done = 0;
+    for (size_t size = std::max<size_t>(64, 2*n);; size *= 8) {
+        most_probable(size, tested);
+        std::sort(tested.begin(), tested.end(), more_probable);
+        candidates fresh(tested.begin() + done, tested.end());
+        done = tested.size();
+        keep_allowed(grammar, fresh);
+        out.insert(out.end(), fresh.begin(), fresh.end());
+        if (tested.size() < size || out.size() >= n) {
+            return;
+        }
+    }
+}
+
+// About which share of what is allowed a token of this logit has, where `total` is the weight of the whole row down to
+// `floor` and up to `best`. What was not tested is taken to be allowed as often as what was.
+float knapspec_sampler::share_of_allowed(
+        const candidates & tested, const candidates & allowed, float best, float floor, double total, float logit) const {
+    const auto weight = [&](float x) { return std::exp(((double) x - best)*draw_inverse); };
+    const auto sum = [&](const candidates & list) {
+        double weights = 0.0;
+        for (const candidate & c : list) {
+            weights += c.logit <= best && c.logit >= floor ? weight(c.logit) : 0.0;
+        }
+        return weights;
+    };
+    const double known = sum(tested), fits = sum(allowed);
+    const double all   = fits + std::max(0.0, total - known)*fits/known;
+    return (float) std::min(1.0, weight(logit)/all);
+}
+
+// The pick among what the grammar allows, after it has rejected that of the race before.
+int32_t knapspec_sampler::again(
+        const knapspec_sampling & s, const outcome & before, float best, float floor, outcome & out) {
+    knapspec_grammar & grammar = *s.grammar;
+    const bool draws    = s.temperature > 0.0f;
+    const bool filtered = filters(s);
+    const bool narrow   = s.top_k > 0 && s.top_k < n_row;
+    scan();
+
+    // The whole row, in the order of probability, until what matters is found; nothing needs to be known about the rest
+    if (!filtered) {
+        most_probable_allowed(grammar, draws ? 1 : 2, kept, allowed);
+        if (allowed.empty()) {
+            return KNAPSPEC_DEAD_END;
+        }
+        const float best_allowed = allowed[0].logit;
+        float  weights[BLOCK], x[BLOCK];
+        double total = 0.0;
+        if (!draws) {
+            for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+                const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+                exp_block(row + begin, weights, n, best, LOWEST, 1.0f);
+                total += sum_block(weights, n);
+            }
+            const float margin = allowed.size() > 1 ? best_allowed - allowed[1].logit : std::numeric_limits<float>::infinity();
+            out = { allowed[0].id, share_of_allowed(kept, allowed, best, LOWEST, total, best_allowed), margin, 0.0 };
+            return KNAPSPEC_OK;
+        }
+
+        // Who arrives when, the earliest first. Times are on the scale of the best that is allowed; whatever is above it is not.
+        const float lower = s.min_p > 0.0f ? best_allowed + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
+        const double start = before.log_time + ((double) best_allowed - best)*draw_inverse;
+        struct arrival { double time; llama_token id; };
+        const auto later = [](const arrival & a, const arrival & b) { return a.time < b.time; };
+        std::vector<arrival> earliest; // a heap, the latest on top
+        std::vector<llama_token> ids;
+        std::unique_ptr<bool[]> fits;
+        for (size_t most = 64, done = 0;; most *= 16) {
+            earliest.clear();
+            total = 0.0;
+            double latest = std::numeric_limits<double>::infinity(); // to be beaten, not as a logarithm
+            for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+                const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+                clamp_block(row + begin, x, n, best_allowed);
+                exp_block(x, weights, n, best_allowed, lower, (float) draw_inverse);
+                for (int j = 0; j < n; ++j) {
+                    const int32_t i = begin + j;
+                    const double limit = latest*weights[j]*1.000001;
+                    if (!(limit > 0.0) || row[i] > best_allowed) {
+                        continue;
+                    }
+                    total += weights[j];
+                    if (one_minus_uniform(noise, i) >= limit) {
+                        continue;
+                    }
+                    double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
+                    if (row[i] < floor) {
+                        time = log_add(start, time);
+                    }
+                    if (earliest.size() == most) {
+                        if (!(time < earliest.front().time)) {
+                            continue;
+                        }
+                        std::pop_heap(earliest.begin(), earliest.end(), later);
+                        earliest.pop_back();
+                    }
+                    earliest.push_back({ time, i });
+                    std::push_heap(earliest.begin(), earliest.end(), later);
+                    if (earliest.size() == most) {
+                        latest = std::exp(earliest.front().time);
+                    }
+                }
+            }
+            std::sort_heap(earliest.begin(), earliest.end(), later);
+            const bool all = earliest.size() < most;
+            ids.clear();
+            for (size_t i = done; i < earliest.size(); ++i) {
+                ids.push_back(earliest[i].id);
+            }
+            fits.reset(new bool[ids.size()]);
+            grammar.test(ids.data(), ids.size(), fits.get());
+            const size_t at = std::find(fits.get(), fits.get() + ids.size(), true) - fits.get();
+            if (at < ids.size()) {
+                const arrival & winner = earliest[done + at];
+                const float  margin = done + at + 1 < earliest.size() ? (float) (earliest[done + at + 1].time - winner.time)
+                                                                      : std::numeric_limits<float>::infinity();
+                const float share = share_of_allowed(kept, allowed, best_allowed, lower, total, row[winner.id]);
+                out = { winner.id, share, margin, winner.time };
+                return KNAPSPEC_OK;
+            }
+            done = earliest.size();
+            if (all) {
+                // the best that is allowed has a weight of 1 and must be among them
+                return KNAPSPEC_DEAD_END;
+            }
+        }
+    }
+
+    first.clear();
+    for (const candidate & c : chosen) {
+        first.push_back(c.id);
+    }
+    std::sort(first.begin(), first.end());
+    if (narrow) {
+        most_probable_allowed(grammar, s.top_k, kept, chosen);
+        chosen.resize(std::min<size_t>(chosen.size(), s.top_k));
+    } else {
+        gather(LOWEST, std::numeric_limits<float>::infinity(), chosen);
+        keep_allowed(grammar, chosen);
+    }
+    if (chosen.empty()) {
+        return KNAPSPEC_DEAD_END;
+    }
+    if (s.typical_p < 1.0f) {
+        keep_typical(chosen, s.typical_p);
+    }
+    if (!draws) {
+        out = best_of(chosen);
+        return KNAPSPEC_OK;
+    }
+    if (s.top_p < 1.0f) {
+        keep_top_p(chosen, s.top_p);
+    }
+    if (s.min_p > 0.0f) {
+        keep_min_p(chosen, s.min_p);
+    }
+    outcome moved = before;
+    moved.log_time += ((double) best_logit(chosen) - best)*draw_inverse;
+    out = race(chosen, &moved);
+    return KNAPSPEC_OK;
+}
+
+int32_t knapspec_sampler::pick(
+        float                   * logits,
+        int32_t                   n_vocab,
+        const knapspec_sampling & s,
+        int64_t                   position,
+        const llama_token       * text,
+        size_t                    n_text,
+        llama_token             * token_out,
+        float                   * prob_out,
+        float                   * margin_out) {
+    row   = logits;
+    n_row = n_vocab;
+    const bool draws = s.temperature > 0.0f;
+    // finite also for the smallest temperatures
+    const float inverse = draws ? 1.0f/std::fmax(s.temperature, std::numeric_limits<float>::min()) : 1.0f;
+    draw_inverse   = inverse;
+    filter_inverse = s.temperature_first ? inverse : 1.0f;
+    noise          = noise_of(s.seed, position);
+
+    const bool constrained = s.grammar && position >= s.answer_start;
+    if (constrained && position - s.answer_start > (int64_t) n_text) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    change(logits, s, text, n_text);
+
+    outcome found;
+    int32_t ret  = KNAPSPEC_OK;
+    float   best = LOWEST, floor = LOWEST;
+    if (filters(s)) {
+        scan();
+        best = *std::max_element(maxima.begin(), maxima.end());
+        if (!std::isfinite(best)) {
+            ret = KNAPSPEC_BAD_LOGITS;
+        } else {
+            const bool narrow = s.top_k > 0 && s.top_k < n_row;
+            if (narrow) {
+                most_probable(s.top_k, chosen);
+            }
+            if (s.typical_p < 1.0f) {
+                narrow ? keep_typical(chosen, s.typical_p) : keep_typical_of_row(s.typical_p);
+            }
+            if (draws) {
+                if (s.top_p < 1.0f) {
+                    narrow || s.typical_p < 1.0f ? keep_top_p(chosen, s.top_p) : keep_top_p_of_row(s.top_p);
+                }
+                if (s.min_p > 0.0f) {
+                    keep_min_p(chosen, s.min_p);
+                }
+            }
+            found = draws ? race(chosen, nullptr) : best_of(chosen);
+            // onto the scale of the row
+            found.log_time -= ((double) best_logit(chosen) - best)*draw_inverse;
+        }
+    } else {
+        const best_two two = find_best(row, n_row);
+        best = two.first;
+        if (!std::isfinite(best)) {
+            ret = KNAPSPEC_BAD_LOGITS;
+        } else if (draws) {
+            // never a floor above the best
+            floor = s.min_p > 0.0f ? best + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
+            scan();
+            found = race_row(best, floor);
+        } else {
+            llama_token top = 0;
+            while (row[top] != best) {
+                top++;
+            }
+            found = argmax_of_row(best, two.second, top);
+        }
+    }
+    if (ret == KNAPSPEC_OK && constrained) {
+        const size_t n_answer = (size_t) (position - s.answer_start);
+        bool allowed = false;
+        s.grammar->move_to(text + n_text - n_answer, n_answer);
+        s.grammar->test(&found.token, 1, &allowed);
+        if (!allowed) {
+            const outcome before = found;
+            ret = again(s, before, best, floor, found);
+        }
+    }
+    while (!edits.empty()) { // the latest first: a token may be there twice
+        logits[edits.back().token] = edits.back().logit;
+        edits.pop_back();
+    }
+    if (ret == KNAPSPEC_OK) {
+        *token_out  = found.token;
+        *prob_out   = found.prob;
+        *margin_out = found.margin;
+    }
+    return ret;
+}
+
+int32_t knapspec_sampler::logprobs(
+        const float * logits,
+        int32_t       n_vocab,
+        llama_token   token,
+        int32_t       n,
+        float       * logprob_out,
+        llama_token * tokens_out,
+        float       * logprobs_out) {
+    row   = logits;
+    n_row = n_vocab;
+    scan();
+    const float best = *std::max_element(maxima.begin(), maxima.end());
+    if (!std::isfinite(best) || token < 0 || token >= n_vocab || n < 0) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    const outcome top = argmax_of_row(best, best, 0);
+    const double log_total = -std::log((double) top.prob);
+    *logprob_out = (float) ((double) row[token] - best - log_total);
+    if (n == 0) {
+        return 0;
+    }
+    most_probable(n, kept);
+    std::sort(kept.begin(), kept.end(), more_probable);
+    for (size_t i = 0; i < kept.size(); ++i) {
+        tokens_out[i]   = kept[i].id;
+        logprobs_out[i] = (float) ((double) kept[i].logit - best - log_total);
+    }
+    return (int32_t) kept.size();
+}
+
+extern "C" int32_t knapspec_pick(
+        const float             * logits,
+        int32_t                   n_vocab,
+        const knapspec_sampling * sampling,
+        int64_t                   position,
+        const llama_token       * history,
+        int32_t                   n_history,
+        llama_token             * token_out,
+        float                   * prob_out,
+        float                   * margin_out) {
+    static thread_local knapspec_sampler sampler;
+    static thread_local std::vector<float> copy;
+    copy.assign(logits, logits + n_vocab);
+    return sampler.pick(
+            copy.data(), n_vocab, *sampling, position, history, n_history, token_out, prob_out, margin_out);
+}

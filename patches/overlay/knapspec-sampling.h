@@ -1,0 +1,103 @@
+// Picks tokens from rows of logits as struct knapspec_sampling says. Holds scratch memory only: a pick is a function of the
+// row, the text before it, and the settings.
+#pragma once
+
+#include "knapspec.h"
+
+#include <cstddef>
+#include <vector>
+
+class knapspec_sampler {
+public:
+    // Picks the token behind a text of `position` tokens, of which text[0..n_text) are the last. The row is changed and put
+    // back. KNAPSPEC_OK, or KNAPSPEC_BAD_LOGITS, KNAPSPEC_BAD_ARGUMENT, KNAPSPEC_DEAD_END.
+    int32_t pick(
+            float                   * logits,
+            int32_t                   n_vocab,
+            const knapspec_sampling & sampling,
+            int64_t                   position,
+            const llama_token       * text,
+            size_t                    n_text,
+            llama_token             * token_out,
+            float                   * prob_out,
+            float                   * margin_out);
+
+    // Settings that take the most probable token and change nothing.
+    static knapspec_sampling greedy();
+
+    // Whether a pick looks at the text before it.
+    static bool needs_text(const knapspec_sampling & sampling);
+
+    // The n most probable tokens, best first, and the log-probability of `token`; how many there are.
+    int32_t logprobs(
+            const float * logits,
+            int32_t       n_vocab,
+            llama_token   token,
+            int32_t       n,
+            float       * logprob_out,
+            llama_token * tokens_out,
+            float       * logprobs_out);
+
+    struct candidate {
+        float       logit;
+        llama_token id;
+        float       weight; // exp(logit - best), at the temperature of the filters
+        float       key;    // distance from the typical logit
+    };
+    using candidates = std::vector<candidate>;
+
+private:
+    struct outcome {
+        llama_token token;
+        float       prob;
+        float       margin;
+        double      log_time; // when it arrived, for a second race; see arrive()
+    };
+
+    struct edit {
+        llama_token token;
+        float       logit;
+    };
+
+    // one row being picked from
+    const float * row    = nullptr;
+    int32_t       n_row  = 0;
+    uint64_t      noise  = 0; // of the position
+    float         filter_inverse = 1.0f; // 1/temperature that filters see
+    double        draw_inverse   = 1.0;  // 1/temperature that the draw sees
+
+    std::vector<float>       maxima;  // of interleaved parts of the row
+    std::vector<float>       sorted;  // scratch
+    std::vector<edit>        edits;
+    std::vector<llama_token> window;
+    std::vector<int32_t>     counts;  // by token, all zero between two picks
+    candidates               chosen;  // what the filters left
+    candidates               kept;    // scratch
+    candidates               allowed; // by the grammar, of those
+    std::vector<llama_token> first;   // tokens of the first race, ascending
+
+    void change(float * logits, const knapspec_sampling & sampling, const llama_token * text, size_t n_text);
+
+    void scan();
+    void gather(float low, float high, candidates & out) const;
+    void most_probable(size_t n, candidates & out);
+    void weigh(candidates & list, float best, float inverse) const;
+
+    bool filters(const knapspec_sampling & sampling) const;
+    void keep_typical_of_row(float p);
+    void keep_typical(candidates & list, float p);
+    void keep_top_p_of_row(float p);
+    void keep_top_p(candidates & list, float p);
+    void keep_min_p(candidates & list, float p);
+
+    outcome best_of(const candidates & list);
+    outcome race(const candidates & list, const outcome * before);
+    outcome race_row(float best, float floor);
+    outcome argmax_of_row(float first, float second, llama_token top);
+
+    void    keep_allowed(knapspec_grammar & grammar, candidates & list);
+    void    most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out);
+    float   share_of_allowed(
+            const candidates & tested, const candidates & allowed, float best, float floor, double total, float logit) const;
+    int32_t again(const knapspec_sampling & sampling, const outcome & before, float best, float floor, outcome & out);
+};
