@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from contextlib import ExitStack, suppress
@@ -55,6 +56,9 @@ def summarize_command(shared: ModuleType) -> click.Command:
             "--prompt-file",
             metavar="FILE",
             help="Your own instruction, in place of a style; the text follows it.",
+        ),
+        shared._option(
+            "--encoding", metavar="NAME", help="Of text and HTML; without it found out per file."
         ),
         *shared._MODEL_OPTIONS,
         *shared._ANSWER_OPTIONS,
@@ -112,6 +116,7 @@ def _summarize(
 
     # Everything that can be wrong with the request is found before a model is fetched or loaded.
     request = _request(shared, options)
+    _check_encoding(options["encoding"])
     model, paths = _model_and_paths(shared, arguments)
     found = find(paths)
     for note in found.notes:
@@ -129,7 +134,7 @@ def _summarize(
         model_path = shared._obtain(model, options, terminal)
         info = gguf_check.inspect(model_path)
         settings = app.job_settings(request, gguf_check.fingerprint(info))
-        job = app.Job(found, settings, output)
+        job = app.Job(found, settings, output, encoding=options["encoding"])
         if job.n_other_settings:
             terminal.warning(
                 f"{target} holds summaries of {job.n_other_settings} of these documents made with "
@@ -209,6 +214,13 @@ def _request(shared: ModuleType, options: dict[str, Any]) -> Request:
         system=options["system"],
         settings=settings,
     )
+
+
+def _check_encoding(name: str | None) -> None:
+    try:
+        codecs.lookup(name or "utf-8")
+    except (LookupError, ValueError):
+        raise UsageError(f"there is no encoding {name}") from None
 
 
 def _instruction(file: str) -> str:

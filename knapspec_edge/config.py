@@ -77,7 +77,6 @@ class Config:
     # small models lose track in them.
     summarize_ctx_tokens: int = 8192
     summarize_part_words: int = 100  # of a part's summary, at least
-    summarize_room_share: float = 0.25  # of a prompt's text, which a part's summary may take
 
     # first planner
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped

@@ -1,4 +1,4 @@
-"""Records in a file: whole lines whatever happens, one writer, nothing foreign touched (case 66)."""
+"""Records in a file: whole lines whatever happens, one writer, nothing foreign touched (66)."""
 
 from __future__ import annotations
 
@@ -391,7 +391,8 @@ def test_killed_at_any_moment_the_file_is_whole_lines_and_a_torn_one(tmp_path: P
     n_before = 0
     for _ in range(3):
         with run_python(code, str(path)) as other:
-            wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") > n_before + 3)
+            least = n_before + 3
+            wait_for(lambda n=least: path.exists() and path.read_bytes().count(b"\n") > n)
             other.send_signal(signal.SIGKILL)
         with RecordFile(path, "input") as file:
             names = [record["input"] for record in file]

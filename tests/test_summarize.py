@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fake_vocabulary import FakeVocabulary
-from fakes import interrupted
 from scripted import CHATML, fake_of, scripted_engine
 
 from knapspec_edge.apps import summarize
@@ -129,7 +128,7 @@ def test_own_instruction_replaces_ours_in_every_prompt() -> None:
 
 def test_the_system_prompt_is_kept_in_every_prompt() -> None:
     scribe = Scribe()
-    engine = open_engine(scribe, 2048)
+    engine = open_engine(scribe)
     prompts: list[list[dict[str, str]]] = []
     chat = engine.chat
 
@@ -139,7 +138,7 @@ def test_the_system_prompt_is_kept_in_every_prompt() -> None:
 
     engine.chat = listening  # type: ignore[method-assign]
     request = Request(words=20, system="You are a hare.")
-    found = summarize.record(engine, document(story(80)), request)
+    found = summarize.record(engine, document(story(60)), request)
     assert found["error"] is None
     assert len(prompts) > 3
     assert all(m[0] == {"role": "system", "content": "You are a hare."} for m in prompts)
@@ -147,11 +146,9 @@ def test_the_system_prompt_is_kept_in_every_prompt() -> None:
 
 @pytest.mark.parametrize("system", [None, "You are a hare."])
 @pytest.mark.parametrize("instruction", [None, "List all the hares that are named in the text."])
-def test_the_shared_prefix_stays_in_the_cache(
-    system: str | None, instruction: str | None
-) -> None:
+def test_the_shared_prefix_stays_in_the_cache(system: str | None, instruction: str | None) -> None:
     scribe = Scribe()
-    engine = open_engine(scribe, 2048)
+    engine = open_engine(scribe)
     request = Request(words=20, system=system, instruction=instruction)
     template = engine.require_template()
     prompts = [
@@ -165,19 +162,16 @@ def test_the_shared_prefix_stays_in_the_cache(
         (system or "") + (instruction or INSTRUCTION), parse_special=False
     )
     assert shared > len(said)
-    cached: list[int] = []
+    answers: list[Any] = []
     chat = engine.chat
 
     def listening(*arguments: Any, **options: Any) -> Any:
-        answer = chat(*arguments, **options)
-        cached.append(answer.stats.cached_tokens)
-        answers.append(answer)
-        return answer
+        answers.append(chat(*arguments, **options))
+        return answers[-1]
 
-    answers: list[Any] = []
     engine.chat = listening  # type: ignore[method-assign]
     for name in ("one", "two"):
-        found = summarize.record(engine, document(story(80), name), request)
+        found = summarize.record(engine, document(story(75), name), request)
         assert found["tokens"]["chunks"] > 2
     reused = [answer.stats.cached_tokens for answer in answers]
     assert reused[0] == 0
@@ -228,12 +222,12 @@ def test_parts_are_numbered_and_combined_in_order() -> None:
 
 
 def test_summaries_that_do_not_fit_are_combined_in_levels() -> None:
-    scribe = Scribe(lambda kind, question: f"{kind} " * (60 if kind in ("part", "merge") else 3))
-    found, _, engine = summarized(story(300), n_ctx=1100, scribe=scribe)
+    scribe = Scribe(lambda kind, question: f"{kind} " * (20 if kind in ("part", "merge") else 3))
+    found, _, engine = summarized(story(100), n_ctx=800, scribe=scribe)
     assert found["error"] is None
     assert found["summary"] == "final final final"
     assert found["tokens"]["depth"] >= 2
-    assert found["tokens"]["prompts"] == len(scribe.asked)
+    assert found["tokens"]["prompts"] >= len(scribe.asked)
     first_merge = scribe.kinds.index("merge")
     assert set(scribe.kinds[:first_merge]) == {"part"}
     assert scribe.kinds[-1] == "final"
@@ -246,8 +240,8 @@ def test_summaries_that_do_not_fit_are_combined_in_levels() -> None:
 
 def test_answers_as_long_as_their_limit_still_come_to_an_end() -> None:
     """A model that never ends by itself: every answer is cut at its limit."""
-    scribe = Scribe(lambda kind, question: "the hare and " * 400)
-    found, _, engine = summarized(story(200), n_ctx=1000, scribe=scribe)
+    scribe = Scribe(lambda kind, question: "z" * 300)
+    found, _, engine = summarized(story(60), n_ctx=800, scribe=scribe)
     assert found["error"] is None
     assert found["finish_reason"] == "length"
     assert found["tokens"]["depth"] >= 2
@@ -301,11 +295,12 @@ def test_a_context_too_small_for_the_prompt_is_said_with_numbers() -> None:
 
 
 def test_a_limit_that_was_asked_for_holds_and_a_derived_one_gives_way() -> None:
-    engine = open_engine(Scribe(), 1200)
+    engine = open_engine(Scribe(), 1300)
     room = summarize.room(engine, Request(words=100))
     assert room.final == tokens_for(100)
     room = summarize.room(engine, Request(words=5000))
-    assert room.final < 600
+    assert room.final < 400
+    assert room.text + max(room.final, room.part) < 1300
     asked = Request(settings=Settings(max_tokens=50))
     assert summarize.room(engine, asked).final == 50
     with pytest.raises(ContextError, match="raise --ctx"):
@@ -402,7 +397,9 @@ def test_the_counters_are_those_of_all_answers() -> None:
     assert found["tokens"]["prompts"] == len(stats) > 3
     assert found["tokens"]["prompt"] == sum(s.prompt_tokens for s in stats)
     assert found["tokens"]["completion"] == sum(s.completion_tokens for s in stats)
-    assert found["timings"]["predicted_ms"] == pytest.approx(sum(s.predicted_ms for s in stats))
+    assert found["timings"]["predicted_ms"] == pytest.approx(
+        sum(s.predicted_ms for s in stats), abs=0.001
+    )
     text_tokens = engine.vocabulary.tokenize(story(60), parse_special=False)
     assert found["tokens"]["document"] == len(text_tokens)
     assert found["model"] == "the model"
@@ -466,7 +463,7 @@ def test_progress_never_goes_back_and_ends_near_the_end() -> None:
     shares = [share for share, _ in seen]
     assert shares == sorted(shares)
     assert 0.9 < shares[-1] <= 1.0
-    assert {"part 1 of 4", "part 4 of 4", "final summary"} <= {what for _, what in seen}
+    assert {"part 1 of 3", "part 3 of 3", "final summary"} <= {what for _, what in seen}
 
 
 @pytest.mark.parametrize(
@@ -493,9 +490,7 @@ def test_asking_for_the_usual_length_is_the_same_request() -> None:
     assert Request().identity() == Request(words=usual).identity()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"style": "haiku"}, {"words": 0}, {"instruction": "  \n"}]
-)
+@pytest.mark.parametrize("wrong", [{"style": "haiku"}, {"words": 0}, {"instruction": "  \n"}])
 def test_requests_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Request(**wrong)
@@ -506,7 +501,3 @@ def test_a_base_model_is_refused_with_a_way_out() -> None:
     with pytest.raises(ModelError, match="--template"):
         summarize.room(engine, Request())
     assert scripted_engine(vocabulary=FakeVocabulary(chat_template=CHATML)).has_template
-
-
-def test_interrupted_helper_is_what_a_press_looks_like() -> None:
-    assert isinstance(interrupted(), Interrupted)

@@ -27,6 +27,8 @@ Progress = Callable[[float, str], None]
 _REASONING = re.compile(r"\A\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
 # A prompt with less text than this is not worth asking.
 _MIN_TEXT_TOKENS = 48
+_MIN_SUMMARY_TOKENS = 16
+_BETWEEN_TOKENS = 8  # more than what parts two summaries
 
 
 @dataclass
@@ -86,14 +88,11 @@ def room(engine: Engine, request: Request) -> Room:
     free = engine.n_ctx - overhead
     final = request.max_tokens
     if request.settings.max_tokens is None:
-        final = min(final, free // 2)  # a guess of ours has to make do with less
-    part = min(
-        tokens_for(request.part_words(engine.config)),
-        int(engine.config.summarize_room_share * free),
-    )
+        final = min(final, free // 3)  # a guess of ours has to make do with less
+    # two summaries of parts have to fit into one prompt, or combining them would never end
+    part = min(tokens_for(request.part_words(engine.config)), (free - final - _BETWEEN_TOKENS) // 3)
     text = free - max(final, part)
-    # two summaries have to fit into one prompt, or combining them would never end
-    if text < max(_MIN_TEXT_TOKENS, 2 * part + _MIN_TEXT_TOKENS // 2):
+    if part < _MIN_SUMMARY_TOKENS or text < _MIN_TEXT_TOKENS:
         raise ContextError(
             f"instruction and template take {overhead} tokens and the summary up to {final}: too "
             f"little is left for text in the context of {engine.n_ctx}; raise --ctx, or shorten "

@@ -114,13 +114,16 @@ class Job:
         settings: Mapping[str, Any],
         output: Output,
         *,
+        encoding: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`output`: a RecordFile is also asked what is done already."""
+        """`output`: a RecordFile is also asked what is done already. `encoding`: of text, None to
+        find out."""
         self.outcome = Outcome()
         self.n_other_settings = 0  # good records of these inputs that were made otherwise
         self._settings = json.loads(json.dumps(dict(settings)))
         self._output = output
+        self._encoding = encoding
         self._clock = clock
         self._started = 0.0
         self._problems = found.problems
@@ -157,9 +160,9 @@ class Job:
 
     @property
     def longest_bytes(self) -> int:
-        """Of the documents that are left. Standard input is read for it."""
+        """Of the documents that are left. Pipes are read for it."""
         for source in self.pending:
-            if source.path is None:
+            if _is_stream(source):
                 self._read_early(source)
         return max((self._size(source) for source in self.pending), default=0)
 
@@ -216,7 +219,7 @@ class Job:
             try:
                 if isinstance(early, DocumentError):
                     raise early
-                document = early or read(source)
+                document = early or read(source, encoding=self._encoding)
             except DocumentError as error:
                 self._finish(summarize.failure(source.name, str(error)), on_record)
                 continue
@@ -230,7 +233,7 @@ class Job:
         if source.name in self._early:
             return
         try:
-            document = read(source)
+            document = read(source, encoding=self._encoding)
         except DocumentError as error:
             self._early[source.name] = error  # said when its turn comes
         else:
@@ -239,10 +242,10 @@ class Job:
 
     def _is_done(self, source: Source) -> bool:
         known = self._done.get(source.name)
-        if known is None or source.path is None:
+        if known is None or _is_stream(source):
             return False
         try:
-            return sha256_of(source.path) == known
+            return source.path is not None and sha256_of(source.path) == known
         except OSError:
             return False  # reading it will say why
 
@@ -270,6 +273,11 @@ class Job:
         digest = _digest(record.get("settings")) if good else None
         self._index.append((record[FIRST_KEY], digest))
         return digest
+
+
+def _is_stream(source: Source) -> bool:
+    """Whether it can be read only once, such as a pipe."""
+    return source.path is None or not source.path.is_file()
 
 
 def _digest(settings: Any) -> str:
