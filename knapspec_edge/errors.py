@@ -55,6 +55,10 @@ class NativeError(KnapspecError):
     """llama.cpp reported a failure; the message carries its last error line."""
 
 
+class NoTokenError(NativeError):
+    """A pass gave nothing to pick: no logit is a number, or the grammar allows no token there."""
+
+
 class Interrupted(KnapspecError):
     """The user interrupted a native computation. The KV cache holds only accepted tokens."""
 

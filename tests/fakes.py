@@ -27,7 +27,7 @@ from knapspec_edge.backend import Beside
 from knapspec_edge.errors import (
     ContextError,
     Interrupted,
-    NativeError,
+    NoTokenError,
     PlanError,
     RollbackError,
     UsageError,
@@ -114,7 +114,7 @@ class ToyModel:
         try:
             picked = naive_sampling.pick(logits, sampling, len(tokens), history, allowed)
         except naive_sampling.DeadEndError:
-            raise NativeError("the grammar allows no token here") from None
+            raise NoTokenError("the grammar allows no token here") from None
         logprob, top = None, ()
         if sampling.n_probs is not None and plan is None:
             logprob, top = naive_sampling.log_probabilities(logits, picked.token, sampling.n_probs)
@@ -296,7 +296,13 @@ class FakeBackend:
         start = self.n_past
         self._compute("verify", tokens, None)
         ends = range(start + 1, start + len(tokens) + 1)
-        return [self._pick(self._tokens[:end], sampling, None) for end in ends]
+        picks = [self._pick(self._tokens[: start + 1], sampling, None)]
+        for end in ends[1:]:
+            try:
+                picks.append(self._pick(self._tokens[:end], sampling, None))
+            except NoTokenError:  # behind tokens that may never belong to the text
+                picks.append(Pick(-1, 0.0, 0.0))
+        return picks
 
     def evaluate(
         self, tokens: Sequence[int], plan: Plan | None = None

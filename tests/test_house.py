@@ -23,11 +23,11 @@ LAYERS = (
     {"backend"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
-    {"search", "quantize"},
+    {"search", "quantize", "sampling"},
     {"engine"},
     {"apps"},
     {"terminal"},
-    {"repl"},
+    {"repl", "cli_options"},
     {"cli_summarize"},
     {"cli"},
     {"__main__", "__init__"},
@@ -37,7 +37,7 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli", "cli_summarize"),
+    "click": ("cli", "cli_options", "cli_summarize"),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
     "matplotlib": ("apps/plots",),

@@ -64,11 +64,8 @@ def read_epub(data: bytes, name: str) -> tuple[str, tuple[str, ...]]:
     try:
         with _opened(data, name) as archive:
             title, chapters = _spine(archive)
-            protected = _protected(archive)
-            if protected.intersection(chapters):
-                raise DocumentError(
-                    f"{name} is protected against copying (DRM): its text is encrypted"
-                )
+            if _protected(archive).intersection(chapters):
+                raise DocumentError(f"{name} is encrypted against copying (DRM)")
             parts = []
             absent = 0
             for chapter in chapters:
@@ -78,7 +75,7 @@ def read_epub(data: bytes, name: str) -> tuple[str, tuple[str, ...]]:
                     absent += 1
                     continue
                 markup, _ = decode(page, name, declared=declared_encoding(page))
-                parts.append(html_text(markup))
+                parts.append(html_text(markup, titled=False))
     except (DocumentError, ImportError):
         raise
     except Exception as error:

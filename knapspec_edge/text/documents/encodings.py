@@ -30,20 +30,16 @@ _LARGER = {
 # \f, \r, escape (colours) and U+0085 (new line).
 _CONTROLS = re.compile("[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")
 _MAX_CONTROLS = 0.005  # of all characters
-_MIN_GOOD = (
-    10  # valid characters beyond ASCII for each broken one, in text that is UTF-8 all the same
-)
+# Characters beyond ASCII that are valid UTF-8, for each broken one: then it is UTF-8 all the same.
+_MIN_GOOD = 10
 _NEARLY_EQUAL = 0.005  # of confidence; less tells nothing
 
 
 def looks_like_text(head: bytes) -> bool:
     """Whether a file that begins like this is text in Unicode."""
-    for mark, encoding in _MARKS:
-        if head.startswith(mark):
-            head = head[len(mark) :]
-            break
-    else:
-        encoding = "utf-8"
+    marks = (pair for pair in _MARKS if head.startswith(pair[0]))
+    mark, encoding = next(marks, (b"", "utf-8"))
+    head = head[len(mark) :]
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)  # may end within a character
     except UnicodeDecodeError:

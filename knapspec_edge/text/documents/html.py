@@ -13,6 +13,7 @@ _NOT_TEXT = (
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*>")
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)[^>]{0,200}?(?:charset|encoding)\s*=\s*["']?([\w-]+)""")
 _DECLARED_WITHIN = 2048  # bytes; browsers look at 1024
+_NO_COMMENT = re.compile("<!(?!--)")  # what the parser takes for a declaration, and may reject
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
@@ -22,18 +23,22 @@ def declared_encoding(data: bytes) -> str | None:
     return found.group(1).decode("ascii", "replace") if found else None
 
 
-def html_text(markup: str) -> str:
+def html_text(markup: str, *, titled: bool = True) -> str:
     """The text of a page or a part of one; "" if it has none. Raises ImportError.
 
-    Where the page marks its main content, only that is taken. The title comes first unless the
-    text has it anyway.
+    Where the page marks its main content, only that is taken. `titled`: the page's title comes
+    first unless the text has it anyway.
     """
     import markdownify
-    from bs4 import BeautifulSoup
+    from bs4 import BeautifulSoup, ParserRejectedMarkup
 
+    markup = _DECLARATION.sub("", markup, count=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "looks like XML", "looks like a file name"
-        soup = BeautifulSoup(_DECLARATION.sub("", markup, count=1), "html.parser")
+        try:
+            soup = BeautifulSoup(markup, "html.parser")
+        except ParserRejectedMarkup:
+            soup = BeautifulSoup(_NO_COMMENT.sub("&lt;!", markup), "html.parser")
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     for element in soup.find_all(_NOT_TEXT):
         element.decompose()
@@ -45,6 +50,8 @@ def html_text(markup: str) -> str:
         strip=["a", "img"],
         escape_asterisks=False,
         escape_underscores=False,
+        wrap=True,
+        wrap_width=None,  # lines of the markup are not lines of the text
     )
     try:
         text = str(converter.convert_soup(content))
@@ -52,6 +59,6 @@ def html_text(markup: str) -> str:
         text = content.get_text("\n", strip=True)
     text = "\n".join(line.rstrip() for line in text.splitlines())
     text = _BLANK_LINES.sub("\n\n", text).strip("\n")
-    if title and text.strip() and title not in text:
+    if titled and title and text.strip() and title not in text:
         text = f"# {title}\n\n{text}"
     return text

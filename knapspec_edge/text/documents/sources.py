@@ -13,23 +13,11 @@ from pathlib import Path
 
 from .encodings import looks_like_text
 
-DOCUMENTS = frozenset(
-    [
-        ".txt",
-        ".text",
-        ".md",
-        ".markdown",
-        ".rst",
-        ".html",
-        ".htm",
-        ".xhtml",
-        ".pdf",
-        ".docx",
-        ".epub",
-    ]
-)  # taken from a folder whatever they hold
+# taken from a folder whatever they hold
+_PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".html", ".htm", ".xhtml")
+_DOCUMENTS = frozenset((*_PROSE, ".pdf", ".docx", ".epub"))
 # Text, but data rather than documents: left out of folders, read where they are named.
-DATA = frozenset([".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".svg", ".css", ".map", ".lock"])
+_DATA = frozenset([".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".svg", ".css", ".map", ".lock"])
 _SNIFFED_BYTES = 4096
 
 
@@ -66,7 +54,7 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> Found:
 
 def printable(path: str) -> str:
     """A path as it can be shown on one line and encoded as UTF-8."""
-    text = os.fsencode(path).decode("utf-8", "replace")
+    text = os.fsencode(path).decode("utf-8", "replace") or '""'
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -133,7 +121,7 @@ class _Search:
             self._take(Source(printable(path), Path(path)), path)
         name = printable(os.path.normpath(folder))
         if left_out:
-            listing = ", ".join(f"{n} {what}" for what, n in sorted(left_out.items()))
+            listing = ", ".join(f"{n} {what}" for what, n in left_out.most_common())
             self.notes.append(f"left out in {name}: {listing}")
         if not n_documents:
             self._fail(folder, f"{name} holds no document")
@@ -163,10 +151,10 @@ class _Search:
                     folders.append(path)
                 elif not _is(entry, "file"):
                     left_out["not a file"] += 1
-                elif _is_document(entry):
-                    yield path
+                elif other := _other_than_document(entry):
+                    left_out[other] += 1
                 else:
-                    left_out[os.path.splitext(entry.name)[1].lower() or "without an ending"] += 1
+                    yield path
             waiting += reversed(folders)
 
     def _take(self, source: Source, path: str) -> None:
@@ -187,15 +175,19 @@ def _is(entry: os.DirEntry[str], what: str) -> bool:
         return False
 
 
-def _is_document(entry: os.DirEntry[str]) -> bool:
+def _other_than_document(entry: os.DirEntry[str]) -> str | None:
+    """What to call a file that a folder is not read for; None for a document."""
     ending = os.path.splitext(entry.name)[1].lower()
-    if ending in DOCUMENTS:
-        return True
-    if ending in DATA:
-        return False
-    try:
-        with open(entry.path, "rb") as stream:
-            head = stream.read(_SNIFFED_BYTES)
-    except OSError:
-        return True  # reading it will say why not
-    return bool(head.strip()) and looks_like_text(head)
+    if ending in _DOCUMENTS:
+        return None
+    if ending not in _DATA:
+        try:
+            with open(entry.path, "rb") as stream:
+                head = stream.read(_SNIFFED_BYTES)
+        except OSError:
+            return None  # reading it will say why not
+        if not head.strip():
+            return "empty"
+        if looks_like_text(head):
+            return None
+    return printable(ending) if ending else "without an ending"
