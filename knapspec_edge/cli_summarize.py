@@ -1,4 +1,4 @@
-"""The command `summarize`: parse, call, print. `cli` lends what it shares with other commands."""
+"""The command `summarize`: parse, call, print."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import codecs
 import os
 import sys
 from contextlib import ExitStack, suppress
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_open import obtain, open_file
+from .cli_options import (
+    ANSWER_OPTIONS,
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    PREFIX,
+    answer_settings,
+    check_text,
+    option,
+    with_options,
+)
 from .errors import Interrupted, ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -24,82 +34,71 @@ _NAME_COLUMNS = 32  # of a document's name in the progress line
 _MAX_PROMPT_BYTES = 1 << 20
 
 
-def summarize_command(shared: ModuleType) -> click.Command:
-    """The command, with the options and helpers of the module `shared`."""
-    options = (
-        click.argument("arguments", nargs=-1, metavar="[MODEL] PATH..."),
-        shared._option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write the records to FILE and go on from what it holds; without it to standard "
-            "output.",
-        ),
-        shared._option(
-            "--style",
-            type=click.Choice(_STYLES),
-            default=_STYLES[0],
-            show_default=True,
-            help="Form of a summary.",
-        ),
-        shared._option(
-            "--words",
-            type=click.IntRange(1, 10000),
-            metavar="N",
-            help="About how many words; without it what suits the style. The limit in tokens "
-            "follows.",
-        ),
-        shared._option(
-            "--language", metavar="NAME", help='Language to write in, such as "German".'
-        ),
-        shared._option(
-            "--prompt-file",
-            metavar="FILE",
-            help="Your own instruction, in place of a style; the text follows it.",
-        ),
-        shared._option(
-            "--encoding", metavar="NAME", help="Of text and HTML; without it found out per file."
-        ),
-        *shared._MODEL_OPTIONS,
-        *shared._ANSWER_OPTIONS,
-        *shared._OUTPUT_OPTIONS,
-    )
+_OWN_OPTIONS = (
+    option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the records to FILE and go on from what it holds; without it to standard "
+        "output.",
+    ),
+    option(
+        "--style",
+        type=click.Choice(_STYLES),
+        default=_STYLES[0],
+        show_default=True,
+        help="Form of a summary.",
+    ),
+    option(
+        "--words",
+        type=click.IntRange(1, 10000),
+        metavar="N",
+        help="About how many words; without it what suits the style. The limit in tokens follows.",
+    ),
+    option("--language", metavar="NAME", help='Language to write in, such as "German".'),
+    option(
+        "--prompt-file",
+        metavar="FILE",
+        help="Your own instruction, in place of a style; the text follows it.",
+    ),
+    option("--encoding", metavar="NAME", help="Of text and HTML; without it found out per file."),
+)
 
-    def summarize(arguments: tuple[str, ...], quiet: bool, verbose: bool, **options: Any) -> int:
-        """Summarize documents, one JSON record per line and document.
 
-        PATH is a file, a folder, a pattern, or - for standard input: text, Markdown, HTML; PDF,
-        Word and EPUB with the extra "documents". The first argument is the MODEL if it ends in
-        .gguf or is a name from `knapspec-edge models list` (./NAME is a document of that name);
-        otherwise the demo model is used. What does not fit into the context is summarized in
-        parts, and the parts' summaries are combined.
+@click.command()
+@click.argument("arguments", nargs=-1, metavar="[MODEL] PATH...")
+@with_options(*_OWN_OPTIONS, *MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
+def summarize(arguments: tuple[str, ...], quiet: bool, verbose: bool, **options: Any) -> int:
+    """Summarize documents, one JSON record per line and document.
 
-        With -o each record is on the disk before the next document begins. The same command again
-        skips what is finished (same name, contents, model and wording) and tries the rest. An input
-        that fails has a record with "error"; the others go on, and the exit code is 1.
+    PATH is a file, a folder, a pattern, or - for standard input: text, Markdown, HTML; PDF,
+    Word and EPUB with the extra "documents". The first argument is the MODEL if it ends in
+    .gguf or is a name from `knapspec-edge models list` (./NAME is a document of that name);
+    otherwise the demo model is used. What does not fit into the context is summarized in
+    parts, and the parts' summaries are combined.
 
-        \b
-        Examples:
-          knapspec-edge summarize notes/ -o notes.jsonl
-          knapspec-edge summarize model.gguf *.md report.pdf --style bullets --words 80 -o out.jsonl
-          knapspec-edge summarize letters/ --language English --spec off -o letters.jsonl
-          cat minutes.txt | knapspec-edge summarize --style headline
-          knapspec-edge summarize papers/ --prompt-file methods.txt -o methods.jsonl
-        """
-        from .terminal import Terminal
+    With -o each record is on the disk before the next document begins. The same command again
+    skips what is finished (same name, contents, model and wording) and tries the rest. An input
+    that fails has a record with "error"; the others go on, and the exit code is 1.
 
-        terminal = Terminal(quiet=quiet, verbose=verbose)
-        try:
-            return _summarize(shared, arguments, options, terminal, verbose=verbose)
-        finally:
-            terminal.clear_progress()
+    \b
+    Examples:
+      knapspec-edge summarize notes/ -o notes.jsonl
+      knapspec-edge summarize model.gguf *.md report.pdf --style bullets --words 80 -o out.jsonl
+      knapspec-edge summarize letters/ --language English --spec off -o letters.jsonl
+      cat minutes.txt | knapspec-edge summarize --style headline
+      knapspec-edge summarize papers/ --prompt-file methods.txt -o methods.jsonl
+    """
+    from .terminal import Terminal
 
-    command: click.Command = click.command()(shared._with(*options)(summarize))
-    return command
+    terminal = Terminal(quiet=quiet, verbose=verbose)
+    try:
+        return _summarize(arguments, options, terminal, verbose=verbose)
+    finally:
+        terminal.clear_progress()
 
 
 def _summarize(
-    shared: ModuleType,
     arguments: tuple[str, ...],
     options: dict[str, Any],
     terminal: Terminal,
@@ -115,9 +114,9 @@ def _summarize(
     from .text.documents import find
 
     # Everything that can be wrong with the request is found before a model is fetched or loaded.
-    request = _request(shared, options)
+    request = _request(options)
     _check_encoding(options["encoding"])
-    model, paths = _model_and_paths(shared, arguments)
+    model, paths = _model_and_paths(arguments)
     found = find(paths)
     for note in found.notes:
         terminal.notice(note)
@@ -131,7 +130,7 @@ def _summarize(
             output = stack.enter_context(RecordFile(path, app.FIRST_KEY))
             if output.repaired is not None:
                 terminal.warning(output.repaired)
-        model_path = shared._obtain(model, options, terminal)
+        model_path = obtain(model, options, terminal)
         info = gguf_check.inspect(model_path)
         settings = app.job_settings(request, gguf_check.fingerprint(info))
         job = app.Job(found, settings, output, encoding=options["encoding"])
@@ -153,7 +152,7 @@ def _summarize(
                 gpu_layers=options["gpu_layers"],
             )
         engine = stack.enter_context(
-            shared._open_file(
+            open_file(
                 model_path,
                 chosen,
                 terminal,
@@ -173,7 +172,7 @@ def _summarize(
         except (Interrupted, KeyboardInterrupt):
             interrupted = True
         exit_code = _end(job, output, terminal, interrupted=interrupted)
-        return shared.EXIT_INTERRUPTED if interrupted else exit_code
+        return Interrupted.exit_code if interrupted else exit_code
 
 
 class _StandardOutput:
@@ -190,13 +189,13 @@ class _StandardOutput:
             sync(self._terminal.out.fileno())
 
 
-def _request(shared: ModuleType, options: dict[str, Any]) -> Request:
+def _request(options: dict[str, Any]) -> Request:
     """What is asked of the model. Raises UsageError."""
     from .apps.summarize_prompts import Request
 
-    settings = shared._settings(options)
+    settings = answer_settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
-    shared._check_text("--language", options["language"])
+    check_text("--language", options["language"])
     file, instruction = options["prompt_file"], None
     if file is not None:
         source = click.get_current_context().get_parameter_source("style")
@@ -239,14 +238,12 @@ def _instruction(file: str) -> str:
     return text
 
 
-def _model_and_paths(
-    shared: ModuleType, arguments: tuple[str, ...]
-) -> tuple[str | None, list[str]]:
+def _model_and_paths(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """Which of the arguments is what; see the help of `summarize`."""
     from . import models as store
     from .terminal import is_terminal
 
-    model = os.environ.get(f"{shared.PREFIX}MODEL") or None
+    model = os.environ.get(f"{PREFIX}MODEL") or None
     paths = list(arguments)
     if paths:
         first = paths[0]

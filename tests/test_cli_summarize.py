@@ -277,7 +277,7 @@ def test_case_67_a_document_longer_than_the_context(opened: Opened) -> None:
 
 def test_case_65_the_second_of_three_cannot_be_read(opened: Opened) -> None:
     write("one.txt", "three.txt")
-    Path("two.txt").write_bytes(b"\x00\x01\x02\xff" * 100)
+    Path("two.txt").write_bytes(bytes(range(256)) * 8)
     result = invoke("one.txt", "two.txt", "three.txt", "-o", "out.jsonl")
     assert result.exit_code == 1
     found = by_input()

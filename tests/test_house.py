@@ -27,7 +27,7 @@ LAYERS = (
     {"engine"},
     {"apps"},
     {"terminal"},
-    {"repl", "cli_options"},
+    {"repl", "cli_options", "cli_open"},
     {"cli_summarize"},
     {"cli"},
     {"__main__", "__init__"},
@@ -37,7 +37,7 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli", "cli_options", "cli_summarize"),
+    "click": ("cli", "cli_open", "cli_options", "cli_summarize"),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
     "matplotlib": ("apps/plots",),

@@ -376,6 +376,23 @@ def test_an_interrupted_write_leaves_no_half_line(
     assert lines(path) == [B]
 
 
+def test_interrupted_while_it_syncs_the_record_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(number: int) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "out.jsonl"
+    with RecordFile(path, "input") as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(jsonl.os, "fsync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                file.append(A)
+        assert file.n_records == 1
+        file.append(B)
+    assert lines(path) == [A, B]
+
+
 def test_killed_at_any_moment_the_file_is_whole_lines_and_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     code = """

@@ -98,14 +98,25 @@ class RecordFile(Closing):
             while left:
                 left = left[os.write(self._descriptor, left) :]
             sync(self._descriptor)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._end)
-            if isinstance(error, OSError):
-                raise self._failure(error) from None
+        except OSError as error:
+            self._cut()
+            raise self._failure(error) from None
+        except BaseException:  # Ctrl-C: a whole line is a record all the same
+            if left:
+                self._cut()
+            else:
+                self._added(len(data))
             raise
-        self._end += len(data)
+        self._added(len(data))
+
+    def _added(self, n_bytes: int) -> None:
+        self._end += n_bytes
         self.n_records += 1
+
+    def _cut(self) -> None:
+        """Remove what was written of a line."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._end)
 
     def keep(self, wanted: Callable[[int], bool]) -> bool:
         """Drop the records whose number (0-based) is not wanted. The file changes as a whole or,
