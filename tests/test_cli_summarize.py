@@ -649,6 +649,50 @@ def test_a_full_standard_output_is_one_line(tmp_path: Path) -> None:
     assert "No space left on device" in result.stderr
 
 
+def test_progress_at_a_terminal(tmp_path: Path) -> None:
+    """Which document, which part, how many a minute, how long still; then one line of summary."""
+    pexpect = pytest.importorskip("pexpect", reason="pseudo-terminals need a POSIX system")
+    names = ["[red]a.txt", "b.txt"]
+    for name in names:
+        (tmp_path / name).write_text("A hare hid. " * 40, encoding="utf-8")
+    process = pexpect.spawn(
+        sys.executable,
+        [
+            str(HERE / "scripted_cli.py"),
+            "summarize",
+            *names,
+            "missing",
+            "--ctx",
+            "800",
+            "--words",
+            "20",
+        ]
+        + ["-o", "out.jsonl"],
+        cwd=str(tmp_path),
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUTF8": "1",
+            "TERM": "xterm",
+            "COLUMNS": "120",
+            "KNAPSPEC_EDGE_SPEC": "off",
+            "SCRIPTED_STEP_SECONDS": "0.01",
+        },
+        encoding="utf-8",
+        dimensions=(40, 120),
+        timeout=60,
+    )
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", process.read())
+    process.close()
+    assert process.exitstatus == 1
+    assert "1 of 2 · [red]a.txt · part 1 of 2 " in shown
+    assert re.search(r"2 of 2 · [\d.]+/min · b\.txt · .* left", shown)
+    last = shown.rstrip().replace("\r", "\n").splitlines()[-1]
+    assert "2 documents summarized in " in last
+    assert "1 failed" in last
+    assert not any("summarized" in line for line in shown.splitlines()[:-1])
+
+
 # -- the seam: who makes the records does not matter
 
 
