@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..engine import Answer, Engine, Speculation
 from ..errors import ContextError, Interrupted, KnapspecError, ModelError
@@ -22,6 +21,22 @@ from .summarize_prompts import Final, Merge, Part, Request, Task, Whole, tokens_
 
 # Reports how far a document is: (share done in 0..1, what is being done).
 Progress = Callable[[float, str], None]
+
+# Of a record, in order.
+_KEYS = (
+    "input",
+    "sha256",
+    "kind",
+    "summary",
+    "error",
+    "finish_reason",
+    "model",
+    "tokens",
+    "timings",
+    "speculation",
+    "seed",
+    "notes",
+)
 
 # What reasoning models write before the answer.
 _REASONING = re.compile(r"\A\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -160,10 +175,10 @@ def record(
     }
 
 
-def failure(name: str, error: str, **known: Any) -> Record:
-    """The record of an input that could not even be read."""
-    blank = {"input": name, "sha256": None, "kind": None, "summary": None}
-    return {**blank, "error": " ".join(error.split()), **known}
+def failure(name: str, error: str) -> Record:
+    """The record of an input that could not even be read; it has the keys of every record."""
+    known: Record = {key: None for key in _KEYS}
+    return {**known, "input": name, "error": " ".join(error.split()), "notes": []}
 
 
 class _Summary:
