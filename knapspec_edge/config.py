@@ -72,6 +72,12 @@ class Config:
     drift_min_rounds: int = 16
     drift_bound: float = 0.3  # relative; beyond it, it is reported and measured again
 
+    # summaries
+    # A longer document is split: attention over longer prompts costs more than splitting does, and
+    # small models lose track in them.
+    summarize_ctx_tokens: int = 8192
+    summarize_part_words: int = 100  # of a part's summary, at least
+
     # first planner
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
     plan_rounding_error: float = 0.04  # of the cheapest sublayer's cost in whole units

@@ -35,6 +35,10 @@ class DocumentError(KnapspecError):
     """An input is missing, damaged, protected, or holds no text that can be read."""
 
 
+class OutputError(KnapspecError):
+    """A result could not be written, such as on a full disk."""
+
+
 class ContextError(KnapspecError):
     """The prompt or the conversation does not fit the context."""
 
