@@ -168,6 +168,7 @@ class GrammarCost:
 class Found:
     """Everything that was timed with one model."""
 
+    n_vocab: int
     round_ms: tuple[float, float, float]
     copies: dict[int, Time] = field(default_factory=dict)  # of a row, by its length
     call: Time = Time(0.0, 0.0, 0.0)  # from Python, without any work
@@ -316,8 +317,8 @@ def _grammar_cost(
     ]
     passed = [us for us, no in zip(added, rejected, strict=True) if not no]
     turned_down = [us for us, no in zip(added, rejected, strict=True) if no]
-    copy = found.copies[min(found.copies)] if found.copies else Time(0.0, 0.0, 0.0)
-    plain = time_of(_all(without)).less(copy.median + found.call.median)
+    besides = found.copies[found.n_vocab].median + found.call.median
+    plain = time_of(_all(without)).less(besides)
     whole = plain.median + sum(added) / len(added)
     return GrammarCost(
         name,
@@ -446,7 +447,7 @@ def measure(
     draft = Draft(plan, DRAFTED, 0.0)
     show("timing rounds", 0.0)
     before = round_times(backend, long_prompt, draft)
-    found = Found(quartiles([ms for ms, _ in before]))
+    found = Found(backend.n_vocab, quartiles([ms for ms, _ in before]))
     rows = rows_of(backend, prompts[0], SETTINGS["default"], ROWS)
     text = long_calibration_tokens(model, template, HISTORY_TOKENS)
     sizes = [backend.n_vocab, *(n for n in (options.vocab,) if n != backend.n_vocab)]
@@ -538,12 +539,13 @@ def report(found: Found) -> list[str]:
             [name, sig(us), _percent(us * found.tokens_per_round / (1000.0 * median))]
             for name, us in found.python.items()
         ))]  # fmt: skip
-    return lines
+    return [*lines, "", goal_line(found)]
 
 
 def goal_line(found: Found) -> str:
-    """Which settings miss the goal on the model's own rows, in words."""
+    """Which settings miss the goal on rows of the model, in words."""
     shares = {c.setting: c.share for c in found.costs if c.share is not None and c.rows != "flat"}
+    shares |= {f"JSON grammar, {g.setting}": g.share for g in found.grammars}
     above = [f"{name} ({_percent(share)})" for name, share in shares.items() if share > GOAL]
     if not above:
         return f"Every setting stays below {100 * GOAL:.0f} % of a round."

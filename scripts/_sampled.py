@@ -229,7 +229,9 @@ class Repeater(Recorder):
         self._repeated = list(drafted)
 
     def _draft(self, token: int, sampling: Sampling, plan: Plan) -> Pick:
-        return self._repeated[len(self.drafted)]
+        if len(self.drafted) < len(self._repeated):
+            return self._repeated[len(self.drafted)]
+        return Pick(token, 1.0, 0.0)  # the text went another way
 
 
 # ---------------------------------------------------------------------------------------------

@@ -455,8 +455,8 @@ class Acceptance:
         text before it, each is an independent draw, so variances add up."""
         variance = sum(p.gumbel * (1.0 - p.gumbel) for p in self.places)
         excess = sum(p.match - p.gumbel for p in self.places)
-        if variance <= 0.0:
-            return 0.0 if abs(excess) < 1e-9 else math.copysign(math.inf, excess)
+        if variance < 1e-9:  # certain to match or to miss, but for rounding
+            return 0.0 if abs(excess) < 1e-6 else math.copysign(math.inf, excess)
         return excess / math.sqrt(variance)
 
     @property
@@ -765,8 +765,8 @@ def _acceptance(options: argparse.Namespace, terminal: Terminal, _failures: list
             results.append({**opened.data, "found": [acceptance_json(a) for a in found]})
     terminal.text(
         f"On sampled text of the target, drafted in blocks of {BLOCK_TOKENS}, token by token "
-        "behind keys of the full model, as if all before had been accepted; in the loop: real rounds "
-        "with the same prompts and seeds.\n"
+        "behind keys of the full model, as if all before had been accepted; in the loop: real "
+        "rounds with the same prompts and seeds.\n"
     )
     return {"max_tokens": options.max_tokens, "block": BLOCK_TOKENS, "models": results}
 
