@@ -43,7 +43,7 @@ class Branches(Protocol):
 class Beside(NamedTuple):
     """Picks of one block beside the text, one per token."""
 
-    tokens: NDArray[np.int32]  # i32 [n]
+    tokens: NDArray[np.int32]  # i32 [n]; -1: none could be picked
     probabilities: NDArray[np.float32]  # f32 [n]
     # f32 [n]: logit of the expected token (else of the pick) minus that of the best other one
     margins: NDArray[np.float32]
@@ -109,11 +109,18 @@ class Backend(Protocol):
         ...
 
     def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
-        """Append one token under a plan (None: the full model) and pick the next."""
+        """Append one token under a plan (None: the full model) and pick the next.
+
+        Raises NoTokenError where there is none to pick; the token is not appended then."""
         ...
 
     def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:
-        """Append tokens with the full model in one pass; one pick per token."""
+        """Append tokens with the full model in one pass; one pick per token.
+
+        The first is always a token: NoTokenError where there is none to pick (no finite logit, or
+        nothing that the grammar allows). Later ones stand behind tokens that may not come to be
+        part of the text; there it is the pick -1.
+        """
         ...
 
     def truncate(self, n_tokens: int) -> None:

@@ -6,29 +6,30 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
+from .cli_options import LOGPROBS_OPTION, PREFIX, SAMPLING_OPTIONS, F, sampling_settings
+from .cli_options import Number as _Number
+from .cli_options import option as _option
 from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .engine import Engine, Settings
+    from .engine import Engine
     from .models import Model
     from .models import Progress as FetchProgress
+    from .sampling import Settings
     from .terminal import Terminal
 
 PROGRAM = "knapspec-edge"
-PREFIX = "KNAPSPEC_EDGE_"
 EXIT_INTERRUPTED = 130
 EXIT_USAGE = 2
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
@@ -102,29 +103,12 @@ def _discard_output(stream: TextIO | None) -> None:
         os.close(nowhere)
 
 
-def _option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """An option with its environment variable: --min-p is KNAPSPEC_EDGE_MIN_P."""
-    long = next(name for name in names if name.startswith("--"))
-    variable = PREFIX + long.removeprefix("--").replace("-", "_").upper()
-    return click.option(*names, envvar=variable, **settings)
-
-
 def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     if value == "auto":
         return None
     if not value.isdecimal():
         raise click.BadParameter(f"{value!r} is neither auto nor a number of layers")
     return min(int(value), GPU_LAYERS_MAX)  # as many as there are
-
-
-class _Number(click.FloatRange):
-    """A range without "nan", which compares as inside every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if number != number:
-            self.fail(f"{value} is not a number", param, ctx)
-        return number
 
 
 _THREADS = _option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads.")
@@ -178,20 +162,7 @@ _ANSWER_OPTIONS = (
         help="How drafts are planned; knapspec-paper is the published method, which never goes "
         "off, for comparison.",
     ),
-    _option(
-        "--temp",
-        type=_Number(0.0),
-        default=0.0,
-        show_default=True,
-        help="Temperature; 0 always takes the most probable token.",
-    ),
-    _option(
-        "--min-p",
-        type=_Number(0.0, 1.0),
-        default=0.0,
-        show_default=True,
-        help="Leave out tokens less probable than this share of the best.",
-    ),
+    *SAMPLING_OPTIONS,
     _option("--seed", type=int, help="Seed of the sampler; -1 or none: a random one, shown."),
     _option("--max-tokens", type=click.IntRange(1), help="Longest answer in tokens."),
     _option(
@@ -289,12 +260,14 @@ def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
 @click.option("--file", "-f", metavar="FILE", help="Read the content from FILE (- is the pipe).")
 @click.option("--raw", is_flag=True, help="Complete the prompt as it is, without chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@LOGPROBS_OPTION
 @_with(*_MODEL_OPTIONS, *_ANSWER_OPTIONS, *_OUTPUT_OPTIONS)
 def run(
     arguments: tuple[str, ...],
     file: str | None,
     raw: bool,
     as_json: bool,
+    logprobs: int | None,
     quiet: bool,
     verbose: bool,
     **options: Any,
@@ -311,14 +284,17 @@ def run(
       knapspec-edge run "Why is the sky blue?"
       knapspec-edge run model.gguf "Translate to French:" -f letter.txt
       cat notes.txt | knapspec-edge run model.gguf "Summarize:" --max-tokens 200
+      knapspec-edge run "Name three fruits." --json-schema '{"type": "array"}' --preset llama.cpp
       knapspec-edge run base-model.gguf --raw "Once upon a time" --json
     """
     from .apps import run as app
-    from .apps.summary import statistics_line
+    from .apps.summary import form_notice, statistics_line
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    settings = _settings(options)
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs are shown in the object of --json alone; add --json")
+    settings = _settings(options, logprobs=logprobs)
     settings.sampling()
     model, instruction = _model_and_prompt(arguments)
     _check_text("the prompt", instruction)
@@ -354,6 +330,8 @@ def run(
                     f"the context of {engine.n_ctx} tokens is full and the answer was cut; --ctx N "
                     "makes room for more"
                 )
+            if (cut := form_notice(answer)) is not None:
+                terminal.notice(cut)
             if not as_json:
                 terminal.notice(statistics_line(answer))
             return exit_code
@@ -828,18 +806,18 @@ def models_rm(name: str, quiet: bool, verbose: bool) -> None:
 # -- helpers
 
 
-def _settings(options: dict[str, Any]) -> Settings:
-    from .engine import Settings
+def _settings(options: dict[str, Any], *, logprobs: int | None = None) -> Settings:
+    from .sampling import Settings
 
     _check_text("--system", options["system"])
     for text in options["stop"]:
         _check_text("--stop", text)
     return Settings(
-        temperature=options["temp"],
-        min_p=options["min_p"],
         seed=options["seed"],
         max_tokens=options["max_tokens"],
         stop=tuple(_unescaped(text) for text in options["stop"]),
+        logprobs=logprobs,
+        **sampling_settings(options),
     )
 
 

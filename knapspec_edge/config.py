@@ -111,6 +111,9 @@ class Config:
     dp_rounding_error: float = 0.25  # of the cheapest sublayer's cost: fewer units, fewer branches
     dp_measure_share: float = 0.15  # of a measurement's time
 
+    # documents: some hundred books; beyond it, it is a disk image or a dump by mistake
+    document_bytes_max: int = 256 * 2**20  # of a file, and of the text that an archive unpacks to
+
     # online guard (auto only)
     guard_plain_rounds: int = 3  # plain steps that measure the speed speculation has to beat
     guard_interval_rounds: int = 64  # drafting rounds between two such measurements

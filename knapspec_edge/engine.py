@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,6 +22,7 @@ from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
+from .sampling import Settings as Settings
 from .text.calibration import calibration_tokens, long_calibration_tokens
 from .text.stop import StopFilter
 from .text.stream import StreamDecoder
@@ -44,39 +44,8 @@ if TYPE_CHECKING:
 # Stages: "load" (the model), "measure" (this machine, once), "prompt" (prefill).
 Progress = Callable[[str, float | None], None]
 
-MAX_SEED = 2**63 - 1
 # Rounds between two looks at whether the machine still behaves as it was measured.
 _DRIFT_INTERVAL_ROUNDS = 16
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How an answer is generated. `seed` None or -1 with a temperature means a random one."""
-
-    temperature: float = 0.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None  # None: until the model ends, or the context does
-    stop: tuple[str, ...] = ()
-
-    def sampling(self) -> Sampling:
-        """The sampler's record, with the seed that is really used.
-
-        Raises UsageError, one line, for a value out of its range.
-        """
-        if not 0.0 <= self.temperature <= 100.0:
-            raise UsageError(f"the temperature is {self.temperature}; it has to be 0 or more")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise UsageError(f"min-p is {self.min_p}; it has to be between 0 and 1")
-        if self.seed is not None and not -1 <= self.seed <= MAX_SEED:
-            raise UsageError(f"the seed is {self.seed}; it has to be -1 or a number up to 2^63-1")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"max-tokens is {self.max_tokens}; it has to be at least 1")
-        seed = self.seed
-        if seed is None or seed == -1:
-            # Greedy decoding uses no random numbers, so no seed needs to be remembered.
-            seed = secrets.randbelow(2**32) if self.temperature > 0.0 else 0
-        return Sampling(temperature=self.temperature, min_p=self.min_p, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -101,11 +70,12 @@ class TextEvent:
 
 
 class Answer(Closing):
-    """Iterator over the events of one answer; afterwards its text, ids and statistics.
+    """Iterator over the events of one answer; afterwards its text, tokens and statistics.
 
-    The texts of all events, joined, are `text`. A stop string ends it: text, ids and counters are
-    cut before it alike. Raises Interrupted after the last event if the computation was interrupted;
-    what came before stays valid. Closing it early does the same to the cache as an end.
+    The texts of all events, joined, are `text`. A stop string ends it: text, tokens (with their
+    log-probabilities, where asked for) and counters are cut before it alike. Raises Interrupted
+    after the last event if the computation was interrupted; what came before stays valid. Closing
+    it early does the same to the cache as an end.
     """
 
     def __init__(
@@ -114,16 +84,18 @@ class Answer(Closing):
         decoder: StreamDecoder,
         stop: StopFilter,
         *,
+        settings: Settings,
         sampling: Sampling,
         speculation: Speculation,
         n_ctx: int,
         notices: tuple[str, ...] = (),
     ) -> None:
-        self.sampling = sampling
+        self.settings = settings  # as asked for
+        self.sampling = sampling  # as it was, seed included
         self.notices = notices
         self.n_ctx = n_ctx
         self.text = ""
-        self.token_ids: list[int] = []
+        self.tokens: list[TokenEvent] = []
         self._speculation = speculation
         self._generation = generation
         self._decoder = decoder
@@ -136,6 +108,10 @@ class Answer(Closing):
     def __next__(self) -> TextEvent:
         check_idle(self._events)
         return next(self._events)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [event.token for event in self.tokens]
 
     @property
     def stats(self) -> Stats:
@@ -177,7 +153,7 @@ class Answer(Closing):
     def _run(self) -> Generator[TextEvent, None, None]:
         try:
             for token in self._generation:
-                self.token_ids.append(token.token)
+                self.tokens.append(token)
                 piece = self._stop.push(self._decoder.push(token.token))
                 self.text += piece
                 yield TextEvent(piece, token)
@@ -200,10 +176,10 @@ class Answer(Closing):
             rest = self._stop.flush()
             self.text += rest
             return rest
-        surplus = len(self.token_ids) - self._stop.n_text_tokens
+        surplus = len(self.tokens) - self._stop.n_text_tokens
         self._generation.close(finish_reason="stop", unread=surplus)
         if surplus:
-            del self.token_ids[-surplus:]
+            del self.tokens[-surplus:]
         self.stats.finish_reason = "stop"
         return ""
 
@@ -801,6 +777,13 @@ class Engine(Closing):
         sampling = settings.sampling()
         extra_ends = frozenset[int]() if template is None else template.extra_end_tokens
         extra_stop = () if template is None else template.stop
+        if sampling.grammar is not None:
+            sampling = replace(sampling, grammar=replace(sampling.grammar, ends=extra_ends))
+            # the text is the one that the grammar saw, and JSON says itself where it ends: what
+            # stands for an end of turn elsewhere may be part of one of its strings
+            starts_text = False
+            if settings.json_schema is not None:
+                extra_stop = ()
         stop = StopFilter((*settings.stop, *extra_stop))
 
         def is_end(token: int) -> bool:
@@ -826,10 +809,11 @@ class Engine(Closing):
             generation,
             StreamDecoder(self.vocabulary, starts_text=starts_text),
             stop,
+            settings=settings,
             sampling=sampling,
             speculation=self.speculation,
             n_ctx=self.n_ctx,
-            notices=notices,
+            notices=(*notices, *settings.notices()),
         )
         return self._latest
 

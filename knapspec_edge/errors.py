@@ -31,6 +31,10 @@ class LibraryError(KnapspecError):
     """The patched llama.cpp is missing, of the wrong version, or shadowed by another copy."""
 
 
+class DocumentError(KnapspecError):
+    """An input is missing, damaged, protected, or holds no text that can be read."""
+
+
 class ContextError(KnapspecError):
     """The prompt or the conversation does not fit the context."""
 
@@ -45,6 +49,10 @@ class RollbackError(KnapspecError):
 
 class NativeError(KnapspecError):
     """llama.cpp reported a failure; the message carries its last error line."""
+
+
+class NoTokenError(NativeError):
+    """A pass gave nothing to pick: no logit is a number, or the grammar allows no token there."""
 
 
 class Interrupted(KnapspecError):

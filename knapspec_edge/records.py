@@ -108,8 +108,9 @@ class Pick:
 
     `probability` is the softmax probability of that token at the sampling temperature (at
     temperature 0: of the plain softmax), in 0..1, among the tokens that the filters left; where a
-    grammar rejected the first choice, an estimate of its share of what the grammar allows. `margin` is the distance between the best and
-    the second-best score that the choice was made on (logits at temperature 0).
+    grammar rejected the first choice, an estimate of its share of what the grammar allows. `margin`
+    is the distance between the best and the second-best score that the choice was made on (logits
+    at temperature 0).
 
     `logprob` is the natural logarithm of the token's probability in the model's own distribution,
     before any setting changes it; `top` are the (token, logprob) of the most probable ones, best
@@ -137,14 +138,14 @@ class Grammar:
 class Sampling:
     """How a token is picked from logits. Temperature 0 is argmax.
 
-    In the order of llama.cpp: logit bias, penalties, top-k, typical, top-p, min-p, temperature; with
-    `temperature_first`, the temperature comes before the filters. A value that switches its filter
-    off is the default. The pick is then drawn by Gumbel-max.
+    In the order of llama.cpp: logit bias, penalties, top-k, typical, top-p, min-p, temperature;
+    with `temperature_first`, the temperature comes before the filters. A value that switches its
+    filter off is the default. The pick is then drawn by Gumbel-max.
 
     The random numbers of a position are a hash of (seed, position, token id), so the pick does not
     depend on who asks: draft and target share their noise. Penalties see the last `penalty_last_n`
     tokens of the text before the position, prompt included; the grammar sees the answer's. So a
-    pick is a function of logits, text and settings, and there is no state that could be out of step.
+    pick is a function of logits, text and settings, and no state could be out of step.
     """
 
     temperature: float = 0.0

@@ -27,12 +27,22 @@ from knapspec_edge.backend import Beside
 from knapspec_edge.errors import (
     ContextError,
     Interrupted,
-    NativeError,
+    NoTokenError,
     PlanError,
     RollbackError,
     UsageError,
 )
-from knapspec_edge.records import GREEDY, Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
+from knapspec_edge.records import (
+    GREEDY,
+    Grammar,
+    Kind,
+    ModeKind,
+    Pick,
+    Plan,
+    Sampling,
+    SubLayer,
+    Traits,
+)
 
 TARGET = "target"
 HOLLOW = -1  # token of a cell that was filled without computing
@@ -114,11 +124,15 @@ class ToyModel:
         try:
             picked = naive_sampling.pick(logits, sampling, len(tokens), history, allowed)
         except naive_sampling.DeadEndError:
-            raise NativeError("the grammar allows no token here") from None
+            raise NoTokenError("the grammar allows no token here") from None
         logprob, top = None, ()
         if sampling.n_probs is not None and plan is None:
             logprob, top = naive_sampling.log_probabilities(logits, picked.token, sampling.n_probs)
         return Pick(picked.token, picked.probability, picked.margin, logprob, top)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises UsageError, one line, for a grammar that cannot be read."""
+        toy_grammar.of(grammar, self.n_vocab)
 
     def allowed(
         self, tokens: Sequence[int], sampling: Sampling, answer_start: int
@@ -268,7 +282,7 @@ class FakeBackend:
             if not 0 <= token < self.n_vocab:
                 raise UsageError(f"a bias on token {token}; the model has {self.n_vocab}")
         if sampling.grammar is not None:
-            toy_grammar.of(sampling.grammar, self.n_vocab)
+            self.model.check_grammar(sampling.grammar)
 
     def prefill(
         self,
@@ -296,7 +310,13 @@ class FakeBackend:
         start = self.n_past
         self._compute("verify", tokens, None)
         ends = range(start + 1, start + len(tokens) + 1)
-        return [self._pick(self._tokens[:end], sampling, None) for end in ends]
+        picks = [self._pick(self._tokens[: start + 1], sampling, None)]
+        for end in ends[1:]:
+            try:
+                picks.append(self._pick(self._tokens[:end], sampling, None))
+            except NoTokenError:  # behind tokens that may never belong to the text
+                picks.append(Pick(-1, 0.0, 0.0))
+        return picks
 
     def evaluate(
         self, tokens: Sequence[int], plan: Plan | None = None

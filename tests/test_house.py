@@ -23,11 +23,11 @@ LAYERS = (
     {"backend"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
-    {"search", "quantize"},
+    {"search", "quantize", "sampling"},
     {"engine"},
     {"apps"},
     {"terminal"},
-    {"repl"},
+    {"repl", "cli_options"},
     {"cli"},
     {"__main__", "__init__"},
 )
@@ -36,10 +36,15 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli",),
+    "click": ("cli", "cli_options"),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
     "matplotlib": ("apps/plots",),
+    "pypdfium2": ("text/documents/pdf",),
+    "mammoth": ("text/documents/archives",),
+    "markdownify": ("text/documents/html",),
+    "bs4": ("text/documents/html",),
+    "chardet": ("text/documents/encodings",),
 }
 
 # The loop and the planner work, and are tested, without the native library.
@@ -161,6 +166,7 @@ def test_the_rules_notice_what_they_forbid():
 
 HEAVY = (
     "numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2", "matplotlib",
+    "pypdfium2", "mammoth", "markdownify", "bs4", "chardet",
 )  # fmt: skip
 
 

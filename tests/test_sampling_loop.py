@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from stats_identity import check_stats
 
 from knapspec_edge.decode.session import Generation, Session
-from knapspec_edge.errors import NativeError, RollbackError, UsageError
-from knapspec_edge.records import Draft, Grammar, Plan, Sampling, Stats, TokenEvent
+from knapspec_edge.errors import NativeError, NoTokenError, RollbackError, UsageError
+from knapspec_edge.records import Draft, Grammar, Pick, Plan, Sampling, Stats, TokenEvent
 
 N_LAYER = 4
 N_SUBLAYERS = 2 * N_LAYER
@@ -450,6 +450,56 @@ class TestGrammar:
 
 
 # -- every ending ----------------------------------------------------------------------------------
+
+
+class TestNothingToPick:
+    """Where no token can be picked behind drafted ones, that must not reach the text before it."""
+
+    # both may be said once, in either order, and then nothing is left
+    GRAMMAR = Sampling(0.9, seed=3, grammar=Grammar("allow 3 5 7; once 3 5 7"))
+
+    @pytest.mark.parametrize("gamma", [1, 2, 3, 4, 8])
+    @pytest.mark.parametrize("skipped", [(), (1, 2), (0, 1, 2, 3)])
+    def test_a_dead_end_is_reached_where_plain_decoding_reaches_it(
+        self, gamma: int, skipped: tuple[int, ...]
+    ) -> None:
+        said = []
+        for draft in (None, draft_of(*skipped, gamma=gamma)):
+            backend = FakeBackend(ENDLESS)
+            session = Session(backend)
+            generation = session.generate(PROMPT, sampling=self.GRAMMAR, draft=draft, max_tokens=20)
+            tokens = []
+            with pytest.raises(NoTokenError, match="allows no token"):
+                tokens.extend(event.token for event in generation)
+            check_stats(generation.stats)
+            backend.check_ledger()
+            assert session.ids == backend.tokens == tuple([*PROMPT, *tokens][:-1])
+            said.append(tokens)
+        assert sorted(said[0]) == [3, 5, 7]
+        assert said[1] == said[0]
+
+    @pytest.mark.parametrize("time", range(1, 12))
+    def test_a_draft_network_that_fails_leaves_the_text_alone(self, time: int) -> None:
+        """Such as one whose logits are no numbers."""
+        backend = FakeBackend(ENDLESS)
+        failed = 0
+
+        class Failing(FakeBackend):
+            n_drafted = 0
+
+            def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
+                nonlocal failed
+                if plan is not None:
+                    self.n_drafted += 1
+                    if self.n_drafted % time == 0:
+                        failed += 1
+                        raise NoTokenError("no finite logit")
+                return super().decode(token, sampling, plan)
+
+        plain = read(Session(backend), PROMPT, sampling=ALL, max_tokens=40)
+        found = read(Session(Failing(ENDLESS)), PROMPT, sampling=ALL, draft=USUAL, max_tokens=40)
+        assert found.tokens == plain.tokens
+        assert failed > 0
 
 
 class TestEndings:

@@ -8,19 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..engine import Answer, Engine, Progress, Settings, TextEvent
 from ..errors import ContextError, UsageError
+from ..records import Sampling
+from ..sampling import OFF, PRESETS, VALUES, differences, parse_bias
+from ..text.grammar import read_grammar, read_schema
 from ..text.templates import Message
-from .summary import statistics_table
+from .summary import form_notice, statistics_table
 
-HELP = """\
+_OTHER_NAMES = (
+    "preset", "logit-bias", "grammar", "json-schema", "seed", "max-tokens", "stop", "spec",
+)  # fmt: skip
+# as on the command line
+SETTING_NAMES = (*(value.name for value in reversed(VALUES.values())), *_OTHER_NAMES)
+_FIELDS = {value.name: name for name, value in VALUES.items()}
+
+_NAME_LINES = textwrap.fill(
+    ", ".join(SETTING_NAMES),
+    80,
+    initial_indent=" " * 17,
+    subsequent_indent=" " * 17,
+    break_on_hyphens=False,
+)
+HELP = f"""\
 /help            this list
 /clear           forget the conversation (the system prompt stays)
 /set             show the settings;  /set NAME VALUE changes one:
-                 temp, min-p, seed, max-tokens, stop, spec
+{_NAME_LINES}
+                 the names are those of the command line; off switches one off
+/set preset NAME sets all numbers of the sampler: {", ".join(PRESETS)}
 /stats           statistics of the last answer
 /exit            leave (so does Ctrl-D)
 Ctrl-C stops an answer; what was said so far stays in the conversation.
@@ -116,6 +137,8 @@ class Conversation:
                 f"the context of {self.last.n_ctx} tokens is full and the answer was cut; /clear "
                 "starts afresh, --ctx N makes room for more"
             )
+        if (cut := form_notice(self.last)) is not None:
+            found.append(cut)
         return found
 
     # -- commands
@@ -133,11 +156,7 @@ class Conversation:
                 f"there is no command {name}; /help lists them, and // writes a message that "
                 "starts with /"
             )
-        try:
-            arguments = shlex.split(rest)
-        except ValueError:
-            raise UsageError(f"{name}: a quotation mark is missing") from None
-        return run(arguments)
+        return run(_arguments(name, rest))
 
     def _help(self, arguments: list[str]) -> CommandResult:
         return CommandResult(HELP)
@@ -157,43 +176,37 @@ class Conversation:
 
     def _set(self, arguments: list[str]) -> CommandResult:
         if not arguments:
-            return CommandResult(_table(self._setting_rows()))
+            return CommandResult(_table(self._setting_rows(self.settings.sampling())))
         if len(arguments) < 2:
             raise UsageError(f"/set {arguments[0]}: give a value, as in /set temp 0.7")
-        name, values = arguments[0].lower(), arguments[1:]
-        if name != "stop" and len(values) > 1:
+        name, values = arguments[0].lower().replace("_", "-"), arguments[1:]
+        name = "temp" if name == "temperature" else name
+        if name not in SETTING_NAMES:
+            raise UsageError(f"there is no setting {name}; give {_listed(SETTING_NAMES)}")
+        if name not in ("stop", "logit-bias") and len(values) > 1:
             raise UsageError(f"/set {name} takes one value")
-        value = values[0]
-        none = value.lower() in ("none", "off", "-1")
         if name == "spec":
-            state = self.engine.set_speculation(value, progress=self._progress)
+            state = self.engine.set_speculation(values[0], progress=self._progress)
             return CommandResult(f"speculation {state.state}: {state.reason}")
-        if name in ("temp", "temperature"):
-            changed = dataclasses.replace(self.settings, temperature=_number(name, value))
-        elif name in ("min-p", "min_p"):
-            changed = dataclasses.replace(self.settings, min_p=_number(name, value))
-        elif name == "seed":
-            changed = dataclasses.replace(self.settings, seed=None if none else _whole(name, value))
-        elif name in ("max-tokens", "max_tokens"):
-            changed = dataclasses.replace(
-                self.settings, max_tokens=None if none else _whole(name, value)
-            )
-        elif name == "stop":
-            changed = dataclasses.replace(self.settings, stop=() if none else tuple(values))
-        else:
-            raise UsageError(
-                f"there is no setting {name}; give temp, min-p, seed, max-tokens, stop or spec"
-            )
-        changed.sampling()  # checks the ranges
+        changed = dataclasses.replace(self.settings, **_changes(name, values))
+        # what is out of range, or not for this model, is said now and changes nothing
+        sampling = changed.sampling()
+        self.engine.backend.check_sampling(sampling)
         self.settings = changed
-        return CommandResult(_table(self._setting_rows()))
+        notices = [n for n in changed.notices() if n not in self._told]
+        self._told.update(notices)
+        return CommandResult("\n".join((_table(self._setting_rows(sampling)), *notices)))
 
-    def _setting_rows(self) -> list[tuple[str, str]]:
+    def _setting_rows(self, sampling: Sampling) -> list[tuple[str, str]]:
         now = self.settings
         spec = self.engine.speculation
+        rows = [("preset", now.preset), *differences(sampling)]
+        if now.grammar is not None:
+            rows.append(("grammar", _excerpt(now.grammar)))
+        if now.json_schema is not None:
+            rows.append(("json-schema", _excerpt(str(now.json_schema))))
         return [
-            ("temp", f"{now.temperature:g}"),
-            ("min-p", f"{now.min_p:g}"),
+            *rows,
             ("seed", "random" if now.seed in (None, -1) else str(now.seed)),
             ("max-tokens", "none" if now.max_tokens is None else str(now.max_tokens)),
             ("stop", " ".join(shlex.quote(s) for s in now.stop) or "none"),
@@ -201,6 +214,47 @@ class Conversation:
             ("system", self._system or "none"),
             ("context", f"{self.engine.n_ctx} tokens"),
         ]
+
+
+def _arguments(name: str, rest: str) -> list[str]:
+    """The words behind a command; a JSON schema is one, quotation marks and all."""
+    setting, _, value = rest.strip().partition(" ")
+    if setting == "json-schema" and value.lstrip()[:1] == "{":
+        return [setting, value.strip()]
+    try:
+        return shlex.split(rest)
+    except ValueError:
+        raise UsageError(f"{name}: a quotation mark is missing") from None
+
+
+def _changes(name: str, values: list[str]) -> dict[str, Any]:
+    """The fields of Settings that `/set NAME VALUE...` changes."""
+    value = values[0]
+    off = value.lower() in ("none", "off")
+    if name in _FIELDS:
+        read = _whole if VALUES[_FIELDS[name]].whole else _number
+        return {_FIELDS[name]: OFF[_FIELDS[name]] if off else read(name, value)}
+    if name == "preset":
+        return {"preset": value, **dict.fromkeys(VALUES), "temperature_first": None}
+    if name == "logit-bias":
+        return {"logit_bias": None if off else dict(map(parse_bias, values))}
+    if name == "grammar":  # in place of a schema: only one of them can hold
+        return {"grammar": None if off else read_grammar(value), "json_schema": None}
+    if name == "json-schema":
+        return {"json_schema": None if off else read_schema(value), "grammar": None}
+    if name == "stop":
+        return {"stop": () if off or values == ["-1"] else tuple(values)}
+    field = {"seed": "seed", "max-tokens": "max_tokens"}[name]
+    return {field: None if off or value == "-1" else _whole(name, value)}
+
+
+def _excerpt(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ..engine import Answer, Engine, Progress, Settings
 from ..errors import UsageError
 from ..text.templates import Message
-from .summary import answer_json
+from .summary import answer_json, logprobs_json
 
 
 @dataclass(frozen=True)
@@ -76,5 +76,7 @@ def answer(
 def to_json(engine: Engine, finished: Answer) -> dict[str, Any]:
     """The object of `run --json` for an answer that was read to its end."""
     result = answer_json(finished, engine.backend.sublayers)
+    if finished.sampling.n_probs is not None:
+        result["logprobs"] = logprobs_json(finished, engine.vocabulary)
     result["model"] = engine.name
     return result

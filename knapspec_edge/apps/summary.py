@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..decode.stats import timings
+from ..decode.stats import acceptance_by_place, timings
 from ..engine import Answer, Speculation
-from ..records import Draft, SubLayer
+from ..records import Draft, SubLayer, TokenEvent
+from ..sampling import differences
+from ..sampling import to_json as sampling_json
+from ..text.vocabulary import Vocabulary
 
 
 def statistics_line(answer: Answer) -> str:
@@ -61,13 +64,32 @@ def statistics_table(answer: Answer) -> list[tuple[str, str]]:
                 "accepted per round",
                 ", ".join(f"{k}: {n}" for k, n in sorted(stats.accepted_lengths.items())),
             ),
+            (
+                "accepted by place",
+                ", ".join(f"{share:.2f}" for share in acceptance_by_place(stats)),
+            ),
         ]
     if stats.drift:
         rows.append(("drift", stats.drift))
     if spec.baseline_per_second is not None:
         rows.append(("plain decoding", f"{spec.baseline_per_second:.1f} tokens/s (measured)"))
+    rows += [("preset", answer.settings.preset), *differences(answer.sampling)]
+    if answer.sampling.grammar is not None:
+        rows.append(("form", form_name(answer)))
     rows.append(("seed", str(answer.sampling.seed)))
     return rows
+
+
+def form_name(answer: Answer) -> str:
+    """What the answer's form was given by."""
+    return "grammar" if answer.settings.json_schema is None else "JSON schema"
+
+
+def form_notice(answer: Answer) -> str | None:
+    """What to say where an answer was cut before its form was complete; None otherwise."""
+    if answer.sampling.grammar is None or answer.finish_reason != "length":
+        return None
+    return f"the answer was cut before it was all that the {form_name(answer)} asks for"
 
 
 def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
@@ -79,7 +101,7 @@ def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, An
         "token_ids": list(answer.token_ids),
         "finish_reason": stats.finish_reason,
         "seed": answer.sampling.seed,
-        "temperature": answer.sampling.temperature,
+        "sampling": sampling_json(answer.settings, answer.sampling),
         "usage": {
             "prompt_tokens": stats.prompt_tokens,
             "completion_tokens": stats.completion_tokens,
@@ -97,6 +119,32 @@ def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, An
         "timings": timings(stats, spec.baseline_per_second),
         "notices": list(answer.notices),
     }
+
+
+# JSON has no infinity; OpenAI's number for "never"
+_LEAST_LOGPROB = -9999.0
+
+
+def logprobs_json(answer: Answer, vocabulary: Vocabulary) -> dict[str, Any]:
+    """OpenAI's `logprobs` object: one entry per token of the answer, each with the most probable.
+
+    `bytes` are the token's own, also where they are no whole character; `token` is their text.
+    """
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        data = vocabulary.token_bytes(token, special=True)
+        return {
+            "id": token,
+            "token": data.decode("utf-8", "replace"),
+            "bytes": list(data),
+            "logprob": None if logprob is None else max(logprob, _LEAST_LOGPROB),
+        }
+
+    def with_top(event: TokenEvent) -> dict[str, Any]:
+        top = [entry(token, logprob) for token, logprob in event.top]
+        return {**entry(event.token, event.logprob), "top_logprobs": top}
+
+    return {"content": [with_top(event) for event in answer.tokens]}
 
 
 def plan_json(draft: Draft, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ..backend import Backend
-from ..errors import Interrupted
+from ..errors import Interrupted, NoTokenError
 from ..records import Draft, Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
 from .policy import Policy
 from .rollback import rewind
@@ -73,14 +73,18 @@ class Loop:
     def draft(self, last: int, plan: Plan, n_tokens: int) -> tuple[list[int], list[float]]:
         """Draft up to n_tokens tokens after `last` under the plan, with their probabilities.
 
-        Stops where the policy says so, and after an end token.
+        Stops where the policy says so, after an end token, and where the draft network has nothing
+        to propose: whether the text can go on there is for the target to say.
         """
         drafted: list[int] = []
         confidences: list[float] = []
         started = self.clock()
         try:
             while len(drafted) < n_tokens and self.policy.go_on(confidences):
-                pick = self.backend.decode(last, self.sampling, plan)
+                try:
+                    pick = self.backend.decode(last, self.sampling, plan)
+                except NoTokenError:
+                    break
                 last = pick.token
                 drafted.append(last)
                 confidences.append(pick.probability)
@@ -159,7 +163,7 @@ class Loop:
             drafted, confidences = self.draft(last, draft.plan, n_draft)
             if drafted:
                 stats.latest_draft = draft
-                rewind(backend, self._kept)
+            rewind(backend, self._kept)
         guesses, n_drafted = drafted, len(drafted)
         if n_drafted:
             drafted = guesses[: self.policy.keep(confidences)]
@@ -168,6 +172,9 @@ class Loop:
         accepted = 0
         while accepted < len(drafted) and drafted[accepted] == picks[accepted].token:
             accepted += 1
+        if picks[accepted].token < 0:
+            # behind the accepted tokens there is nothing to pick: the next round begins with that
+            accepted -= 1
         picks = picks[: accepted + 1]
         # the target's next pick also tells about a token that was not worth verifying
         right = (True,) * accepted

@@ -68,7 +68,9 @@ class Sampling(ctypes.Structure):
         self.seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
         biases = sorted(sampling.logit_bias)
         self.n_bias = len(biases)
-        self._biases = (LogitBias * len(biases))(*biases)  # stays alive as long as this
+        self._biases = (LogitBias * len(biases))(
+            *(LogitBias(*b) for b in biases)
+        )  # stays alive as long as this
         self.bias = ctypes.cast(self._biases, ctypes.POINTER(LogitBias))
 
 

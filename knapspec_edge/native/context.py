@@ -20,6 +20,7 @@ from ..errors import (
     ContextError,
     Interrupted,
     NativeError,
+    NoTokenError,
     PlanError,
     RollbackError,
     UsageError,
@@ -745,7 +746,7 @@ class LlamaBackend(Closing):
         """The pick of one row of the latest pass; `sampling` says what to report with it."""
         token = self._tokens_out[row]
         n_probs = None if sampling is None else sampling.n_probs
-        if n_probs is None:
+        if n_probs is None or token < 0:
             return Pick(token, self._probs_out[row], self._margins_out[row])
         n_most = min(n_probs, self.n_vocab)
         logprob = ctypes.c_float()
@@ -830,4 +831,6 @@ class LlamaBackend(Closing):
                 f"the KV cache has no room for {n} more tokens after {before}: raise --ctx"
             )
         reason = bindings.last_error(self._lib) or f"code {code}"
+        if code in (bindings.BAD_LOGITS, bindings.DEAD_END):
+            raise NoTokenError(f"the answer cannot go on at position {before + n}: {reason}")
         raise NativeError(f"llama.cpp failed at position {before}: {reason}")

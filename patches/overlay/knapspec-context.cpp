@@ -386,6 +386,8 @@ int32_t knapspec_context::fill(int32_t n_tokens, llama_pos pos) {
         return KNAPSPEC_BAD_ARGUMENT;
     }
     ctx.synchronize();
+    text.resize(std::min<size_t>(text.size(), pos));
+    text.resize(pos + n_tokens, -1);
     const int32_t n_batch = ctx.n_batch();
     for (int32_t done = 0; done < n_tokens; done += n_batch) {
         const int32_t n = std::min(n_batch, n_tokens - done);
@@ -481,12 +483,18 @@ int32_t knapspec_context::pick(
         const int32_t picked = sampler.pick(
                 logits, n_vocab, sampling, position, text.data(), std::min<size_t>(text.size(), position),
                 &tokens_out[i], &probs_out[i], &margins_out[i]);
-        if (picked == KNAPSPEC_DEAD_END) {
-            LLAMA_LOG_ERROR("the grammar allows no token of this model at position %lld\n", (long long) position);
-        } else if (picked != KNAPSPEC_OK) {
-            LLAMA_LOG_ERROR("%s: no finite logit at position %lld\n", __func__, (long long) position);
-        }
         if (picked != KNAPSPEC_OK) {
+            // The first row belongs to the text, the others to what a draft made of it: they may never come to be asked for.
+            tokens_out[i] = LLAMA_TOKEN_NULL;
+            probs_out[i] = margins_out[i] = 0.0f;
+            if (i > 0 || is_beside) {
+                continue;
+            }
+            if (picked == KNAPSPEC_DEAD_END) {
+                LLAMA_LOG_ERROR("the grammar allows no token of this model there\n");
+            } else {
+                LLAMA_LOG_ERROR("no logit is a number\n");
+            }
             return picked;
         }
     }
@@ -578,19 +586,19 @@ int32_t knapspec_context::beside(
         if (branches().hold(batch)) {
             is_beside = true;
             ret = compute(batch);
+            if (ret == KNAPSPEC_OK) {
+                ret = pick_beside(tokens, n_blocks, starts, lengths, sampling, tokens_out, probs_out, margins_out);
+            }
             is_beside = false;
         } else {
             ret = KNAPSPEC_NO_SLOT;
         }
     }
-    if (ret == KNAPSPEC_OK) {
-        ret = pick_beside(tokens, n_blocks, starts, lengths, sampling, tokens_out, probs_out, margins_out);
-    }
     if (ret == KNAPSPEC_OK && expected) {
         const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
         const float * logits  = ctx.get_logits();
         for (int32_t i = 0; i < (int32_t) n_tokens; ++i, logits += n_vocab) {
-            if (tokens_out[i] != expected[i]) {
+            if (tokens_out[i] != expected[i] && tokens_out[i] >= 0) {
                 margins_out[i] = logits[expected[i]] - logits[tokens_out[i]];
             }
         }

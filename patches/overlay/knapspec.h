@@ -106,7 +106,8 @@ LLAMA_API void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
 LLAMA_API void knapspec_get_graph_stats(struct llama_context * ctx, struct knapspec_graph_stats * out);
 
 // Append n_tokens to sequence 0 at positions pos .. pos+n_tokens-1 under the current plan, compute logits for the last
-// n_outputs of them, and pick one token per output row: the token after position pos + n_tokens - n_outputs + row.
+// n_outputs of them, and pick one token per output row: the token after position pos + n_tokens - n_outputs + row. Where a
+// row other than the first has no finite logit, or the grammar allows nothing there, its token is -1.
 // tokens_out, probs_out and margins_out hold n_outputs entries.
 LLAMA_API int32_t knapspec_eval(
         struct llama_context           * ctx,
@@ -122,7 +123,7 @@ LLAMA_API int32_t knapspec_eval(
 // Evaluate n_blocks blocks of tokens beside sequence 0, in one pass under the current plan: block i holds lengths[i] tokens at
 // positions starts[i] .., behind the first starts[i] tokens of sequence 0, and sees nothing of the other blocks. One pick
 // per token, block after block. Sequence 0 is left as it is; the context needs kv_unified, and as many free cells as there
-// are tokens. With `expected`, one token per row, a margin is that of the expected token over the best other one, negative
+// are tokens. A row without a pick has the token -1. With `expected`, one token per row, a margin is that of the expected token over the best other one, negative
 // where that is picked (greedy only); without, that of the pick. KNAPSPEC_NO_SLOT: no free cells, or a sliding-window cache
 // no longer holds the tokens before a block.
 LLAMA_API int32_t knapspec_beside(

@@ -94,7 +94,11 @@ class Doubts:
         assert any(
             probability == pytest.approx(p.probability, rel=1e-3, abs=1e-12) for p in expected
         )
-        assert any(margin == pytest.approx(p.margin, rel=1e-3, abs=1e-4) for p in expected)
+        # weights below exp(-87) count for nothing
+        assert any(
+            margin == pytest.approx(p.margin, rel=1e-3, abs=1e-4) or min(margin, p.margin) > 80
+            for p in expected
+        )
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +246,7 @@ def test_a_bias_equals_the_twin(
     settings=penalties,
     seed=st.integers(0, MASK),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_all_together_equal_the_twin(
     doubts: Doubts,
     data: st.DataObject,
