@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +30,11 @@ from _sampled import SETTINGS, NativePick, Recorder, Row, answered, primed  # no
 from knapspec_edge.apps.report import sig  # noqa: E402
 from knapspec_edge.backend import Backend  # noqa: E402
 from knapspec_edge.decode.session import Session  # noqa: E402
-from knapspec_edge.errors import UsageError  # noqa: E402
+from knapspec_edge.errors import NativeError, UsageError  # noqa: E402
 from knapspec_edge.native import library  # noqa: E402
 from knapspec_edge.records import GREEDY, Draft, Grammar, Pick, Plan, Sampling  # noqa: E402
 from knapspec_edge.text.calibration import long_calibration_tokens  # noqa: E402
+from knapspec_edge.text.grammar import ANY_JSON, grammar_of_schema  # noqa: E402
 from knapspec_edge.text.stop import StopFilter  # noqa: E402
 from knapspec_edge.text.stream import StreamDecoder  # noqa: E402
 from knapspec_edge.text.templates import choose_template  # noqa: E402
@@ -56,16 +57,6 @@ GRAMMAR_ANSWERS = 4
 GRAMMAR_TOKENS = 40
 PYTHON_TOKENS = 4000
 STOPS = ("\n\nUser:", "</answer>")
-JSON_GRAMMAR = r"""
-root   ::= object
-value  ::= object | array | string | number | "true" | "false" | "null"
-object ::= "{" space ( member ( "," space member )* )? "}"
-member ::= string ":" space value space
-array  ::= "[" space ( value space ( "," space value space )* )? "]"
-string ::= "\"" ( [^"\\\x00-\x1F] | "\\" ["\\/bfnrt] )* "\""
-number ::= "-"? ( "0" | [1-9] [0-9]* ) ( "." [0-9]+ )?
-space  ::= [ \n]?
-"""
 
 # What is timed on every kind of row: (name, settings, tokens of text before the row).
 CASES: tuple[tuple[str, Sampling, int], ...] = (
@@ -77,7 +68,7 @@ CASES: tuple[tuple[str, Sampling, int], ...] = (
     ("the same, penalties over 64 tokens", SETTINGS["penalised"], HISTORY_TOKENS),
     (
         "the same, penalties over 8K tokens",
-        Sampling(**{**vars(SETTINGS["penalised"]), "penalty_last_n": -1}),
+        replace(SETTINGS["penalised"], penalty_last_n=-1),
         HISTORY_TOKENS,
     ),
     ("T 1.0, penalties over 8K tokens",
@@ -265,20 +256,20 @@ def _grammar_costs(
 ) -> None:  # fmt: skip
     """Each setting on the text that it gives itself under a JSON grammar."""
     lib = library.load()._lib
-    grammar = Grammar(JSON_GRAMMAR)
+    grammar = Grammar(grammar_of_schema(ANY_JSON)[0])
     handle = lib.knapspec_grammar_init(
         model.pointer, grammar.text.encode(), grammar.root.encode(), None, 0
     )
     if not handle:
-        raise UsageError("the grammar of this check cannot be read by this library")
+        raise NativeError("this library cannot read the grammar for any JSON value")
     try:
         for number, (name, sampling) in enumerate(GRAMMAR_CASES.items()):
             with_it: list[Call] = []
             without: list[Call] = []
             rejected: list[bool] = []
             for seed, prompt in enumerate(prompts[:GRAMMAR_ANSWERS], 1):
-                law = Sampling(**{**vars(sampling), "seed": seed})
-                held = Sampling(**{**vars(law), "grammar": grammar})
+                law = replace(sampling, seed=seed)
+                held = replace(law, grammar=grammar)
                 recorder = Recorder(backend, lambda _: 0)
                 session = primed(recorder, prompt)
                 tokens = answered(session, prompt, held, None, GRAMMAR_TOKENS).tokens
@@ -290,7 +281,7 @@ def _grammar_costs(
                     first = free(*place).token
                     answer = (ctypes.c_int32 * i)(*tokens[:i])
                     rejected.append(not lib.knapspec_grammar_allows(handle, answer, i, first))
-            base = (number + 0.0) / len(GRAMMAR_CASES)
+            base = number / len(GRAMMAR_CASES)
             times = timed(
                 [without, with_it],
                 seconds / len(GRAMMAR_CASES),
@@ -467,8 +458,7 @@ def measure(
     greedy = next(c.us.median for c in found.costs if c.setting == CASES[0][0])
     found.costs = [
         c if c.share is None
-        else Cost(c.n_vocab, c.rows, c.setting, c.us,
-                  share_of_round(c.us.median, greedy, found.round_ms[1]))
+        else replace(c, share=share_of_round(c.us.median, greedy, found.round_ms[1]))
         for c in found.costs
     ]  # fmt: skip
     _grammar_costs(found, backend, model, prompts, greedy, options.budget,

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from knapspec_edge.records import (  # noqa: E402
     Sampling,
     Stats,
 )
+from knapspec_edge.sampling import PRESETS  # noqa: E402
 from knapspec_edge.text.vocabulary import tokenize_prompt  # noqa: E402
 
 Row = NDArray[np.float32]  # f32 [n_vocab]
@@ -45,24 +46,21 @@ Picker = Callable[[Row, Sampling, int, Sequence[int]], Pick]  # (row, how, posit
 
 # By the names that options and tables use.
 SETTINGS = {
-    "greedy": Sampling(),
+    "greedy": PRESETS["greedy"],
     "t0.7": Sampling(temperature=0.7),
     "t1.0": Sampling(temperature=1.0),
-    # the paper's: the temperature comes before the filters
-    "paper": Sampling(temperature=0.7, top_k=50, top_p=0.95, temperature_first=True),
-    # what llama.cpp does unless told otherwise, and with the repetition penalty that it suggests
-    "default": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05),
-    "penalised": Sampling(
-        temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.1, penalty_last_n=64
-    ),
+    "paper": PRESETS["paper"],
+    "default": PRESETS["llama.cpp"],
+    # with the repetition penalty that llama.cpp suggests
+    "penalised": replace(PRESETS["llama.cpp"], repeat_penalty=1.1, penalty_last_n=64),
 }
 SETTING_WORDS = {
     "greedy": "greedy",
     "t0.7": "T 0.7",
     "t1.0": "T 1.0",
     "paper": "paper: T 0.7, then top-k 50, top-p 0.95",
-    "default": "top-k 40, top-p 0.95, min-p 0.05, T 0.8",
-    "penalised": "the same with repetition penalty 1.1",
+    "default": "llama.cpp: top-k 40, top-p 0.95, min-p 0.05, T 0.8",
+    "penalised": "llama.cpp with repetition penalty 1.1",
 }
 # Share of the sublayers that a plan leaves out, those that do the least harm first.
 PLAN_SHARES = {"few": 1 / 12, "some": 1 / 6, "many": 1 / 3}

@@ -26,7 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def examined(
     one with drafts, whose drafts are not computed then but repeated."""
     at = found.token
     if at >= min(len(plain.tokens), len(drafted.tokens)):
-        return _with(found, cause=ENDED)
+        return replace(found, cause=ENDED)
 
     def only(answer: Answer) -> Callable[[int], int | None]:
         number, row = answer.row_of(at)
@@ -200,7 +200,7 @@ def examined(
     row = _row_of(one, prompt, sampling, None, max_tokens, plain, at)
     other = _row_of(several, prompt, sampling, draft, max_tokens, drafted, at)
     if row is None or other is None:
-        return _with(found, cause=NOT_REPEATED)
+        return replace(found, cause=NOT_REPEATED)
     alone = Repeater(backend, only(drafted), several.drafted)
     undrafted = _row_of(alone, prompt, sampling, draft, max_tokens, drafted, at)
     history = [*prompt, *plain.tokens[:at]]
@@ -219,7 +219,7 @@ def examined(
         left = [set(candidates(adjusted(r, sampling, history), sampling)) for r in (row, other)]
         both = all(set(tokens) <= some for some in left)
         cause = RACE if both or sampling.temperature <= 0.0 else FILTER
-    return _with(
+    return replace(
         found,
         change=float(changes[tokens].max()),
         score_change=float(abs(signed[1] - signed[0])) / temperature,
@@ -227,10 +227,6 @@ def examined(
         trace=trace,
         cause=cause,
     )
-
-
-def _with(found: Difference, **values: Any) -> Difference:
-    return Difference(**{**asdict(found), **values})
 
 
 def compared(
@@ -288,7 +284,7 @@ def compared(
 
 
 def _seeded(sampling: Sampling, seed: int) -> Sampling:
-    return Sampling(**{**vars(sampling), "seed": seed})
+    return replace(sampling, seed=seed)
 
 
 def _difference(setting: str, plan: str, prompt: int, seed: int, at: int, start: int,
