@@ -1,18 +1,22 @@
-"""A scheduler or a worker of Dask with a scripted model, to be run as a process of its own.
+"""Schedulers and workers of Dask with a scripted model, each a process of its own.
 
-    scripted_worker.py scheduler PORT
-    scripted_worker.py worker ADDRESS N_THREADS [FAULT]
+Run as a program it starts one for each line of standard input, and prints its process id:
 
-Each prints its address when it is there. FAULT: "no-model" cannot open it, "other-version" is of
-another version, "other-model" has another file, "no-package" lacks this package. What a document
-says decides how its summary goes: "[slow]" takes its time, "[deadly]" kills the
-process, "[buggy]" raises an unexpected exception. Each opened model leaves a file
-opened-PID-N in the working folder, each prompt begun a line in prompts-PID.
+    scheduler FOLDER
+    worker FOLDER ADDRESS N_THREADS [FAULT]
+
+They are forked from here, where all that is slow to import is imported already. Each writes its
+address into the file address-PID of its working folder. FAULT: "no-model" cannot open it,
+"other-version" is of another version, "other-model" has another file, "no-package" lacks this
+package. What a document says decides how its summary goes: "[slow]" takes its time, "[deadly]"
+kills the process, "[buggy]" raises an unexpected exception. Each opened model leaves a file
+opened-PID-N, each prompt begun a line in prompts-PID.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -21,6 +25,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distributed import Scheduler, Worker
+from scripted import fake_of, scripted_engine
+from scripted_cli import MODEL_INFO
+
+from knapspec_edge import gguf_check, models
+from knapspec_edge.apps import summarize_job, summarize_worker
+from knapspec_edge.engine import Engine
+from knapspec_edge.errors import Interrupted, ModelError
+
 
 def name_of(question: str) -> str:
     names = re.findall(r"\[\w+\]", question)
@@ -28,14 +41,6 @@ def name_of(question: str) -> str:
 
 
 def script_the_model(fault: str) -> None:
-    from scripted import fake_of, scripted_engine
-    from scripted_cli import MODEL_INFO
-
-    from knapspec_edge import gguf_check, models
-    from knapspec_edge.apps import summarize_job, summarize_worker
-    from knapspec_edge.engine import Engine
-    from knapspec_edge.errors import Interrupted, ModelError
-
     opened: list[Engine] = []
     in_use: list[str] = []  # documents whose summary is being made: one at a time
 
@@ -68,7 +73,7 @@ def script_the_model(fault: str) -> None:
 
         def on_call(call: Any) -> None:
             if slow:
-                time.sleep(0.04)
+                time.sleep(0.02)
             if stopped:
                 raise Interrupted("interrupted")
 
@@ -87,19 +92,23 @@ def script_the_model(fault: str) -> None:
         summarize_worker.versions = lambda: {**ours, "knapspec-edge": "0.0.1"}  # type: ignore
 
 
-async def scheduler(port: int) -> None:
-    from distributed import Scheduler
+def tell(address: str) -> None:
+    new = Path(f"new-{os.getpid()}")
+    new.write_text(address)
+    new.rename(f"address-{os.getpid()}")  # whole or not at all
 
-    async with Scheduler(host="127.0.0.1", port=port, dashboard=False) as there:
-        print(there.address, flush=True)
+
+async def scheduler() -> None:
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as there:
+        tell(there.address)
         await there.finished()
 
 
 async def worker(address: str, n_threads: int) -> None:
-    from distributed import Worker
-
-    async with Worker(address, nthreads=n_threads, memory_limit=0, host="127.0.0.1") as there:
-        print(there.address, flush=True)
+    async with Worker(
+        address, nthreads=n_threads, memory_limit=0, host="127.0.0.1", local_directory="dask"
+    ) as there:
+        tell(there.address)
         await there.finished()
 
 
@@ -111,17 +120,34 @@ class Absent:
             raise ModuleNotFoundError("No module named 'knapspec_edge'", name="knapspec_edge")
 
 
-if __name__ == "__main__":
-    import logging
+def remove_the_package() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "knapspec_edge"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
 
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
-    if sys.argv[1] == "scheduler":
-        sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
-        asyncio.run(scheduler(int(sys.argv[2])))
+
+def run(kind: str, folder: str, *arguments: str) -> None:
+    os.chdir(folder)
+    if kind == "scheduler":
+        remove_the_package()  # the scheduler need not have it
+        asyncio.run(scheduler())
+        return
+    address, n_threads, *faults = arguments
+    fault = "".join(faults)
+    if fault == "no-package":
+        remove_the_package()
     else:
-        fault = sys.argv[4] if len(sys.argv) > 4 else ""
-        if fault == "no-package":
-            sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
-        else:
-            script_the_model(fault)
-        asyncio.run(worker(sys.argv[2], int(sys.argv[3])))
+        script_the_model(fault)
+    asyncio.run(worker(address, int(n_threads)))
+
+
+if __name__ == "__main__":
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            try:
+                run(*line.rstrip("\n").split("\t"))
+            finally:
+                os._exit(0)
+        print(pid, flush=True)

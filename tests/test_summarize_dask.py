@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from knapspec_edge.errors import ClusterError, UsageError
 from knapspec_edge.text.documents import find
 
 pytest.importorskip("distributed")
+if not hasattr(os, "fork"):
+    pytest.skip("workers are forked here", allow_module_level=True)
 
 HERE = Path(__file__).parent
 PATIENCE_SECONDS = 60.0
@@ -48,49 +51,71 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 class Program:
     """A scheduler or worker."""
 
-    def __init__(self, *arguments: str, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "scripted_worker.py"), *arguments],
-            cwd=folder,
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self._file = folder / f"address-{pid}"
+
+    @property
+    def address(self) -> str:
+        """Once it is there."""
+        wait_for(self._file.exists)
+        return self._file.read_text()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """Starts programs; see scripted_worker."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "scripted_worker.py")],
             env=WITH_PATHS,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
 
-    @property
-    def address(self) -> str:
-        """Once it is there."""
-        if not hasattr(self, "_address"):
-            assert self.process.stdout is not None
-            self._address = self.process.stdout.readline().strip()
-            assert self._address, "it did not start"
-        return self._address
+    def start(self, kind: str, folder: Path, *arguments: str) -> Program:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\t".join((kind, str(folder), *arguments)) + "\n")
+        self._process.stdin.flush()
+        return Program(int(self._process.stdout.readline()), folder)
 
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    programs = Nursery()
+    yield programs
+    programs.close()
 
 
 class Place:
     """A scheduler, and workers as a test wants them. Documents lie in the working folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.folder = folder
         self.programs: list[Program] = []
-        self.scheduler = self._start("scheduler", "0")
+        self._nursery = nursery
+        self.start_scheduler()
+
+    def start_scheduler(self) -> None:
+        self.scheduler = self._start("scheduler")
 
     @property
     def address(self) -> str:
         return self.scheduler.address
 
-    def _start(self, *arguments: str) -> Program:
-        program = Program(*arguments, folder=self.folder)
+    def _start(self, kind: str, *arguments: str) -> Program:
+        program = self._nursery.start(kind, self.folder, *arguments)
         self.programs.append(program)
         return program
 
@@ -119,20 +144,20 @@ class Place:
 
     def prompts(self, worker: Program) -> list[str]:
         """What the worker was asked so far."""
-        file = self.folder / f"prompts-{worker.process.pid}"
+        file = self.folder / f"prompts-{worker.pid}"
         return file.read_text().splitlines() if file.exists() else []
 
     def n_opened(self, worker: Program) -> int:
-        return len(list(self.folder.glob(f"opened-{worker.process.pid}-*")))
+        return len(list(self.folder.glob(f"opened-{worker.pid}-*")))
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery) -> Iterator[Place]:
     monkeypatch.chdir(tmp_path)
-    there = Place(tmp_path)
+    there = Place(tmp_path, nursery)
     yield there
     for program in there.programs:
-        program.end()
+        program.kill()
 
 
 def in_background(action: Callable[[], Any]) -> threading.Thread:
@@ -222,12 +247,12 @@ def test_a_worker_that_comes_later_takes_part(place: Place) -> None:
     assert "is not the file that the other workers have" in result.stderr
 
 
-def open_cluster(place: Place, warnings: list[str], **changes: Any) -> Cluster:
+def open_cluster(address: str, warnings: list[str], **changes: Any) -> Cluster:
     order = summarize_dask.order(
         "model.gguf", Request(), {"kv_type": "f16", "gpu_layers": None, "spec": "off"}
     )
     config = replace(DEFAULTS, dask_poll_seconds=0.1, **changes)
-    return Cluster(place.address, order, warn=warnings.append, config=config)
+    return Cluster(address, order, warn=warnings.append, config=config)
 
 
 class Kept:
@@ -242,7 +267,7 @@ class Kept:
 
 def do_job(place: Place, cluster: Cluster, steps: list[Any] | None = None) -> list[dict[str, Any]]:
     output = Kept()
-    job = summarize_job.Job(find(["."]), {}, output)
+    job = summarize_job.Job(find(["*.txt"]), {}, output)
     seen = [] if steps is None else steps
     job.run(cluster.work(job, {"ctx": 512}, seen.append))
     return output.records
@@ -254,7 +279,7 @@ def test_a_document_that_kills_its_workers_is_given_up(place: Place) -> None:
     place.workers("", "", "")
     warnings: list[str] = []
     steps: list[Any] = []
-    with open_cluster(place, warnings, dask_losses=1) as cluster:
+    with open_cluster(place.address, warnings, dask_losses=1) as cluster:
         cluster.examine()
         records = {record["input"]: record for record in do_job(place, cluster, steps)}
     assert len(records) == 4
@@ -270,13 +295,13 @@ def test_without_any_worker_it_ends_after_a_while(place: Place) -> None:
     place.write("a", "b", said="[slow]")
     waits: list[None] = []
     with (
-        open_cluster(place, [], dask_wait_seconds=0.5) as cluster,
+        open_cluster(place.address, [], dask_wait_seconds=0.5) as cluster,
         pytest.raises(ClusterError, match=f"{place.address} has no workers: start some with"),
     ):
         cluster.examine(lambda: waits.append(None))
     assert waits
     (worker,) = place.workers("")
-    with open_cluster(place, [], dask_wait_seconds=0.5) as cluster:
+    with open_cluster(place.address, [], dask_wait_seconds=0.5) as cluster:
         cluster.examine()
         killer = in_background(lambda: (wait_for(lambda: place.prompts(worker)), worker.kill()))
         with pytest.raises(ClusterError, match="no worker of .* is left; the same command goes on"):
@@ -353,16 +378,11 @@ def test_a_scheduler_that_is_lost_leaves_what_is_finished(place: Place) -> None:
     assert "the same command goes on" in error_line(result)
     assert len(good(place.records())) == 1
 
-    worker.end()
-    place.scheduler = place._start("scheduler", "0")
+    worker.kill()
+    place.start_scheduler()
     place.workers("")
     assert place.summarize().exit_code == 0
     assert len(good(place.records())) == 4
-
-
-def silent_port() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
 def test_no_scheduler_at_the_address_is_one_line(
@@ -370,20 +390,26 @@ def test_no_scheduler_at_the_address_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("A hare hid.")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = f"127.0.0.1:{server.getsockname()[1]}"
     arguments = ["summarize", "model.gguf", "a.txt", "--spec", "off", "--dask"]
-    result = CliRunner().invoke(cli, [*arguments, free])
-    assert result.exit_code == 1
-    assert f"no Dask scheduler answers at {free} (" in error_line(result)
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, and says nothing
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        result = CliRunner().invoke(cli, [*arguments, address])
-    assert result.exit_code == 1
-    assert f"no Dask scheduler answers at {address} (" in error_line(result)
     result = CliRunner().invoke(cli, [*arguments, "fax://somewhere:1"])
     assert result.exit_code == 1
     assert "no Dask scheduler answers at fax://somewhere:1 (" in error_line(result)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(ClusterError, match=f"no Dask scheduler answers at {free}"):
+        open_cluster(free, [], dask_connect_seconds=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, and says nothing
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"no Dask scheduler answers at {address}"):
+            open_cluster(address, [], dask_connect_seconds=0.5)
+
+
+def test_a_workers_address_is_no_scheduler(place: Place) -> None:
+    place.write("a")
+    (worker,) = place.workers("")
+    result = place.summarize("--dask", worker.address)
+    assert result.exit_code == 1
+    assert error_line(result).endswith(f"{worker.address} is no Dask scheduler, but a worker")
 
 
 def test_ctrl_c_ends_the_work_everywhere(place: Place) -> None:

@@ -487,12 +487,13 @@ def _remote_call() -> Callable[[bytes], bytes]:
         import pickle
 
         function, arguments = pickle.loads(payload)
+        from knapspec_edge.errors import KnapspecError
+
         try:
             answer = function(*arguments)
-        except Exception as error:
-            if "KnapspecError" not in {kind.__name__ for kind in type(error).__mro__}:
-                raise
-            answer = error
+        except KnapspecError as error:
+            # some of them are made of more than their line, which pickle does not know
+            answer = KnapspecError(str(error))
         return pickle.dumps(answer)
 
     return call
@@ -556,15 +557,28 @@ def _connect(
         resources.enter_context(
             dask.config.set({"distributed.comm.timeouts.connect": f"{seconds} s"})
         )
-        try:
-            client = distributed.Client(address, timeout=seconds, set_as_default=False)
-        except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise ClusterError(
-                f"no Dask scheduler answers at {address} ({text}): start one with `dask scheduler`"
-            ) from None
+        _require_scheduler(distributed, address, seconds)
+        client = distributed.Client(address, timeout=seconds, set_as_default=False)
     resources.callback(client.close, timeout=config.dask_connect_seconds)
     return client
+
+
+def _require_scheduler(distributed: Any, address: str, seconds: float) -> None:
+    """Raises ClusterError. A client that cannot connect is not tried: it could not be closed."""
+
+    async def identity() -> Any:
+        async with distributed.rpc(address, timeout=seconds) as there:
+            return await asyncio.wait_for(there.identity(), seconds)
+
+    try:
+        kind = asyncio.run(identity())["type"]
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ClusterError(
+            f"no Dask scheduler answers at {address} ({text}): start one with `dask scheduler`"
+        ) from None
+    if kind != "Scheduler":
+        raise ClusterError(f"what answers at {address} is no Dask scheduler, but a {kind.lower()}")
 
 
 @contextmanager
