@@ -64,14 +64,7 @@ def open_file(
 
     engine = Engine.open(
         path,
-        ctx=options["ctx"],
-        threads=options["threads"],
-        gpu_layers=options["gpu_layers"],
-        kv_type=options["kv_type"],
-        flash_attn=options["flash_attn"],
-        spec=spec or options["spec"],
-        policy=options.get("policy", POLICIES[0]),
-        template=options["template"],
+        **{**engine_options(options), "spec": spec or options["spec"]},
         needs_template=needs_template,
         expected_tokens=expected_tokens,
         progress=terminal.progress,
@@ -80,6 +73,13 @@ def open_file(
     for warning in dict.fromkeys(engine.take_warnings()):  # said for each thing it could not keep
         terminal.warning(warning)
     return engine
+
+
+def engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """What of a command's options Engine.open takes."""
+    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "template")
+    given = {name: options[name] for name in names if name in options}
+    return {**given, "policy": options.get("policy", POLICIES[0])}
 
 
 def confirm_licence(terminal: Terminal) -> Callable[[Model], bool] | None:

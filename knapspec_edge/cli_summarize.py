@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_open import obtain, open_file
+from .cli_open import engine_options, obtain, open_file
 from .cli_options import (
     ANSWER_OPTIONS,
     MODEL_OPTIONS,
@@ -25,8 +25,9 @@ from .errors import Interrupted, ModelError, UsageError
 
 if TYPE_CHECKING:
     from .apps.jsonl import Record
-    from .apps.summarize_job import Job, Outcome, Step
+    from .apps.summarize_job import Job, Outcome, Step, Work
     from .apps.summarize_prompts import Request
+    from .engine import Engine
     from .terminal import Terminal
 
 _STYLES = ("paragraph", "bullets", "headline", "keypoints")
@@ -62,6 +63,12 @@ _OWN_OPTIONS = (
         help="Your own instruction, in place of a style; the text follows it.",
     ),
     option("--encoding", metavar="NAME", help="Of text and HTML; without it found out per file."),
+    option(
+        "--dask",
+        metavar="ADDRESS",
+        help="Have the workers of the Dask scheduler at ADDRESS make the summaries, each with its "
+        "own copy of MODEL; local:N starts N workers on this machine.",
+    ),
 )
 
 
@@ -88,6 +95,7 @@ def summarize(arguments: tuple[str, ...], quiet: bool, verbose: bool, **options:
       knapspec-edge summarize letters/ --language English --spec off -o letters.jsonl
       cat minutes.txt | knapspec-edge summarize --style headline
       knapspec-edge summarize papers/ --prompt-file methods.txt -o methods.jsonl
+      knapspec-edge summarize /models/model.gguf papers/ --dask tcp://host:8786 -o papers.jsonl
     """
     from .terminal import Terminal
 
@@ -107,10 +115,8 @@ def _summarize(
 ) -> int:
     from pathlib import Path
 
-    from . import gguf_check
     from .apps import summarize_job as app
     from .apps.jsonl import RecordFile
-    from .apps.summarize import room
     from .text.documents import find
 
     # Everything that can be wrong with the request is found before a model is fetched or loaded.
@@ -130,9 +136,9 @@ def _summarize(
             output = stack.enter_context(RecordFile(path, app.FIRST_KEY))
             if output.repaired is not None:
                 terminal.warning(output.repaired)
-        model_path = obtain(model, options, terminal)
-        info = gguf_check.inspect(model_path)
-        settings = app.job_settings(request, gguf_check.fingerprint(info))
+        place = _Here if options["dask"] is None else _Elsewhere
+        maker = place(model, request, options, terminal, stack)
+        settings = app.job_settings(request, maker.fingerprint)
         job = app.Job(found, settings, output, encoding=options["encoding"])
         if job.n_other_settings:
             terminal.warning(
@@ -142,37 +148,113 @@ def _summarize(
         if not job.pending:
             job.run(lambda documents: iter(()), lambda record: _tell(record, terminal, verbose))
             return _end(job, output, terminal)
-        chosen = dict(options)
-        if options["ctx"] is None:
-            chosen["ctx"] = app.choose_context(
-                job.longest_bytes,
-                request,
-                info,
-                kv_type=options["kv_type"],
-                gpu_layers=options["gpu_layers"],
-            )
-        engine = stack.enter_context(
-            open_file(
-                model_path,
-                chosen,
-                terminal,
-                needs_template=True,
-                expected_tokens=app.expected_tokens(chosen["ctx"], job.longest_bytes, request),
-            )
-        )
-        # what fits no document is said once, and not in a record of each
-        room(engine, request)
+        work = maker.start(job)
         interrupted = False
         try:
-            with engine.interruptible():
-                job.run(
-                    app.local_work(engine, request, job, lambda step: _show(step, terminal)),
-                    lambda record: _tell(record, terminal, verbose),
-                )
+            with maker.interruptible():
+                job.run(work, lambda record: _tell(record, terminal, verbose))
         except (Interrupted, KeyboardInterrupt):
             interrupted = True
         exit_code = _end(job, output, terminal, interrupted=interrupted)
         return Interrupted.exit_code if interrupted else exit_code
+
+
+class _Here:
+    """Summaries made in this process."""
+
+    def __init__(
+        self,
+        model: str | None,
+        request: Request,
+        options: dict[str, Any],
+        terminal: Terminal,
+        stack: ExitStack,
+    ) -> None:
+        """What is opened is closed with `stack`."""
+        from . import gguf_check
+
+        self._request = request
+        self._options = options
+        self._terminal = terminal
+        self._stack = stack
+        self._path = obtain(model, options, terminal)
+        self._info = gguf_check.inspect(self._path)
+        self._engine: Engine | None = None
+        self.fingerprint = gguf_check.fingerprint(self._info)
+
+    def start(self, job: Job) -> Work:
+        """Open the model for the documents that are left."""
+        from .apps import summarize_job as app
+        from .apps.summarize import room
+
+        chosen = dict(self._options)
+        if chosen["ctx"] is None:
+            chosen["ctx"] = app.choose_context(
+                job.longest_bytes,
+                self._request,
+                self._info,
+                kv_type=chosen["kv_type"],
+                gpu_layers=chosen["gpu_layers"],
+            )
+        expected = app.expected_tokens(chosen["ctx"], job.longest_bytes, self._request)
+        engine = self._engine = self._stack.enter_context(
+            open_file(
+                self._path, chosen, self._terminal, needs_template=True, expected_tokens=expected
+            )
+        )
+        # what fits no document is said once, and not in a record of each
+        room(engine, self._request)
+        return app.local_work(engine, self._request, job, lambda step: _show(step, self._terminal))
+
+    def interruptible(self) -> AbstractContextManager[Any]:
+        assert self._engine is not None
+        return self._engine.interruptible()
+
+
+class _Elsewhere:
+    """Summaries made by the workers of a cluster, which need not see the files here."""
+
+    def __init__(
+        self,
+        model: str | None,
+        request: Request,
+        options: dict[str, Any],
+        terminal: Terminal,
+        stack: ExitStack,
+    ) -> None:
+        """Connect and ask for the model there; closed with `stack`."""
+        from . import models as store
+        from .apps import summarize_dask
+
+        self._request = request
+        self._ctx_tokens = options["ctx"]
+        self._terminal = terminal
+        order = summarize_dask.order(
+            model or store.default_model().name,
+            request,
+            engine_options(options),
+            accept_licence=options["accept_licence"],
+        )
+        self._cluster = stack.enter_context(
+            summarize_dask.Cluster(options["dask"], order, warn=terminal.warning)
+        )
+        self.fingerprint = self._cluster.examine(lambda: terminal.progress("workers", None))
+        terminal.clear_progress()
+
+    def start(self, job: Job) -> Work:
+        from .apps.summarize_job import expected_tokens
+
+        longest = job.longest_bytes
+        ctx = self._ctx_tokens or self._cluster.choose_context(longest)
+        expected = expected_tokens(ctx, longest, self._request)
+        return self._cluster.work(
+            job,
+            {"ctx": ctx, "expected_tokens": expected},
+            lambda step: _show(step, self._terminal),
+        )
+
+    def interruptible(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # nothing native runs here
 
 
 class _StandardOutput:
@@ -275,7 +357,8 @@ def _show(step: Step, terminal: Terminal) -> None:
     name = step.name
     if len(name) > _NAME_COLUMNS:
         name = "…" + name[1 - _NAME_COLUMNS :]
-    parts.append(name)
+    if name:
+        parts.append(name)
     if step.detail:
         parts.append(step.detail)
     terminal.job_progress(" · ".join(parts), step.share, step.elapsed_seconds)

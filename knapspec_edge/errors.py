@@ -59,6 +59,10 @@ class NoTokenError(NativeError):
     """A pass gave nothing to pick: no logit is a number, or the grammar allows no token there."""
 
 
+class ClusterError(KnapspecError):
+    """The machines that were to share a job are not there, or were lost."""
+
+
 class Interrupted(KnapspecError):
     """The user interrupted a native computation. The KV cache holds only accepted tokens."""
 

@@ -38,6 +38,7 @@ _STAGES = {
     "wait": "waiting for another download of the same model",
     "download": "downloading",
     "write": "unpacking",
+    "workers": "waiting for workers",
 }
 
 

@@ -46,6 +46,8 @@ FENCED = {
     "markdownify": ("text/documents/html",),
     "bs4": ("text/documents/html",),
     "chardet": ("text/documents/encodings",),
+    "distributed": ("apps/summarize_dask",),
+    "dask": ("apps/summarize_dask",),
 }
 
 # The loop and the planner work, and are tested, without the native library.
@@ -167,7 +169,7 @@ def test_the_rules_notice_what_they_forbid():
 
 HEAVY = (
     "numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2", "matplotlib",
-    "pypdfium2", "mammoth", "markdownify", "bs4", "chardet",
+    "pypdfium2", "mammoth", "markdownify", "bs4", "chardet", "distributed", "dask",
 )  # fmt: skip
 
 
