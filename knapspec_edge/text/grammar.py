@@ -24,6 +24,10 @@ def check_grammar(text: str) -> str:
         raise UsageError("the grammar is empty")
     if "\0" in text:
         raise UsageError("the grammar is not text: it has a zero byte")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("the grammar is not text: it has half of a surrogate pair") from None
     return text
 
 

@@ -671,7 +671,8 @@ bool knapspec_sampler::first_allowed(
         noise_block(noise, begin, early, n);
         for (int j = 0; j < n; ++j) {
             const int32_t i = begin + j;
-            if (!(weights[j] > 0.0f) || row[i] > best_allowed) {
+            // a row's NaN passes the clamp
+            if (!(weights[j] > 0.0f) || !(row[i] <= best_allowed)) {
                 continue;
             }
             total += weights[j];
