@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 Resolve = Callable[[object], object]  # the schema that a "$ref" stands for
 
@@ -61,7 +61,7 @@ def _is_a(value: object, kind: object) -> bool:
         return isinstance(value, bool) and kind == "boolean"
     if kind == "integer":
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    types = {
+    types: dict[str, Any] = {
         "object": Mapping, "array": list, "string": str, "number": (int, float), "null": type(None),
     }  # fmt: skip
     return isinstance(value, types.get(str(kind), ()))
@@ -114,5 +114,5 @@ def _counts(n: int, schema: Mapping[str, Any], low_key: str, high_key: str) -> b
     return (not _is_number(low) or n >= low) and (not _is_number(high) or n <= high)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
