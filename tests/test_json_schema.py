@@ -389,6 +389,12 @@ def test_files_that_cannot_be_read_are_one_line(read: Any, tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("read", [read_grammar, read_schema])
+def test_no_file_at_all_is_not_the_current_folder(read: Any) -> None:
+    with pytest.raises(UsageError, match="is empty; give a file"):
+        read("")
+
+
 @pytest.mark.parametrize("text", ["", " \n", "root ::= \0", 'root ::= "\ud800"'])
 def test_grammars_that_can_be_none(text: str) -> None:
     with pytest.raises(UsageError):

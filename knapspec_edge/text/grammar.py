@@ -84,6 +84,8 @@ def read_schema(text_or_path: str) -> str:
 
 
 def _read(path: str, what: str) -> str:
+    if not path:  # which would be the current folder
+        raise UsageError(f"{what} is empty; give a file")
     try:
         file = Path(path).expanduser()
         if file.stat().st_size > _MAX_FILE_BYTES:
