@@ -32,7 +32,17 @@ from knapspec_edge.errors import (
     RollbackError,
     UsageError,
 )
-from knapspec_edge.records import GREEDY, Kind, ModeKind, Pick, Plan, Sampling, SubLayer, Traits
+from knapspec_edge.records import (
+    GREEDY,
+    Grammar,
+    Kind,
+    ModeKind,
+    Pick,
+    Plan,
+    Sampling,
+    SubLayer,
+    Traits,
+)
 
 TARGET = "target"
 HOLLOW = -1  # token of a cell that was filled without computing
@@ -119,6 +129,10 @@ class ToyModel:
         if sampling.n_probs is not None and plan is None:
             logprob, top = naive_sampling.log_probabilities(logits, picked.token, sampling.n_probs)
         return Pick(picked.token, picked.probability, picked.margin, logprob, top)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raises UsageError, one line, for a grammar that cannot be read."""
+        toy_grammar.of(grammar, self.n_vocab)
 
     def allowed(
         self, tokens: Sequence[int], sampling: Sampling, answer_start: int
@@ -268,7 +282,7 @@ class FakeBackend:
             if not 0 <= token < self.n_vocab:
                 raise UsageError(f"a bias on token {token}; the model has {self.n_vocab}")
         if sampling.grammar is not None:
-            toy_grammar.of(sampling.grammar, self.n_vocab)
+            self.model.check_grammar(sampling.grammar)
 
     def prefill(
         self,

@@ -164,30 +164,12 @@ def exponentials(seed: int, position: int, tokens: NDArray[np.intp]) -> NDArray[
     return -np.log1p(-one_minus_u)
 
 
-def weights(
-    row: NDArray[np.float32], tokens: NDArray[np.intp], sampling: Sampling
+def log_times(
+    row: NDArray[np.float32], tokens: NDArray[np.intp], sampling: Sampling, position: int
 ) -> NDArray[np.float64]:
-    """exp((logit - best of the row) / temperature); at temperature 0, with temperature 1."""
-    temperature = float(np.float32(sampling.temperature)) if sampling.temperature > 0 else 1.0
-    return np.exp((row[tokens].astype(np.float64) - best_of(row)) / temperature)
-
-
-def _race(
-    row: NDArray[np.float32],
-    tokens: NDArray[np.intp],
-    sampling: Sampling,
-    position: int,
-    delayed: NDArray[np.bool_] | None = None,
-    delay: float = 0.0,
-) -> tuple[int, float, float]:
-    """(token, its time, second time) of the first to arrive."""
-    with np.errstate(divide="ignore"):
-        times = exponentials(sampling.seed, position, tokens) / weights(row, tokens, sampling)
-    if delayed is not None:
-        times = times + np.where(delayed, delay, 0.0)
-    winner = int(np.argmin(times))
-    second = np.delete(times, winner).min() if len(times) > 1 else math.inf
-    return int(tokens[winner]), float(times[winner]), float(second)
+    """Logarithms of when each token arrives: at -log(u) / exp((logit - best of the row) / T)."""
+    y = (row[tokens].astype(np.float64) - best_of(row)) / float(np.float32(sampling.temperature))
+    return np.log(exponentials(sampling.seed, position, tokens)) - y
 
 
 # -- 4. all of it ----------------------------------------------------------------------------------
@@ -207,53 +189,41 @@ def pick(
     """
     row = adjusted(logits, sampling, history)
     best_of(row)
+    greedy = not sampling.temperature > 0
     left = candidates(row, sampling, nudge)
-    token, time, second = _choose(row, left, sampling, position)
-    if allowed is None or allowed[token]:
-        return _picked(row, left, sampling, token, time, second)
-    rest = np.where(allowed, row, np.float32(-np.inf))
-    if not (rest > -np.inf).any():
-        raise DeadEndError
-    again = candidates(rest, sampling, nudge)
-    # Whoever ran already has not arrived by the time the rejected winner did, and keeps running;
-    # the others start then. Waiting times have no memory, so this is an independent draw.
-    winner, first, second = _choose(
-        row, again, sampling, position, delayed=~np.isin(again, left), delay=time
-    )
-    return replace(_picked(row, again, sampling, winner, first, second), rejected=token)
+    times = np.zeros(0) if greedy else log_times(row, left, sampling, position)
+    first = 0 if greedy else int(np.argmin(times))
+    token, rejected = int(left[first]), None
 
+    if allowed is not None and not allowed[token]:
+        rejected, before = token, left
+        row = np.where(allowed, row, np.float32(-np.inf))
+        if not (row > -np.inf).any():
+            raise DeadEndError
+        left = candidates(row, sampling, nudge)
+        if not greedy:
+            # Whoever ran already has not arrived by the time the rejected winner did, and keeps
+            # running; the others start then. Waiting times have no memory, so this is an
+            # independent draw.
+            start = times[first]
+            times = log_times(adjusted(logits, sampling, history), left, sampling, position)
+            new = ~np.isin(left, before)
+            times[new] = np.logaddexp(start, times[new])
+            first = int(np.argmin(times))
+        token = int(left[first])
 
-def _choose(
-    row: NDArray[np.float32],
-    left: NDArray[np.intp],
-    sampling: Sampling,
-    position: int,
-    delayed: NDArray[np.bool_] | None = None,
-    delay: float = 0.0,
-) -> tuple[int, float, float]:
-    if sampling.temperature > 0:
-        return _race(row, left, sampling, position, delayed, delay)
-    return int(left[0]), 0.0, math.inf
-
-
-def _picked(
-    row: NDArray[np.float32],
-    left: NDArray[np.intp],
-    sampling: Sampling,
-    token: int,
-    first: float,
-    second: float,
-) -> Picked:
-    if sampling.temperature > 0:
-        of = left
-        margin = math.log(second / first) if math.isfinite(second) else math.inf
+    if greedy:
+        # of all filters only typical can change an argmax, so the others count for nothing there
+        left = np.flatnonzero(row > -np.inf)
+        if sampling.typical_p < 1:
+            left = candidates(row, replace(sampling, top_p=1.0, min_p=0.0), nudge)
+        ordered = np.sort(-row[left].astype(np.float64))
     else:
-        # only typical can change an argmax; other filters do not count there
-        of = left if sampling.typical_p < 1 else np.flatnonzero(row > -np.inf)
-        ordered = np.sort(row[of].astype(np.float64))
-        margin = float(ordered[-1] - ordered[-2]) if len(of) > 1 else math.inf
-    share = weights(row, np.array([token]), sampling)[0] / weights(row, of, sampling).sum()
-    return Picked(token, float(share), margin)
+        ordered = np.sort(times)
+    margin = float(ordered[1] - ordered[0]) if len(ordered) > 1 else math.inf
+    temperature = 1.0 if greedy else float(np.float32(sampling.temperature))
+    shares = softmax(row[left].astype(np.float64) / temperature)
+    return Picked(token, float(shares[left == token][0]), margin, rejected)
 
 
 # -- what it means ---------------------------------------------------------------------------------

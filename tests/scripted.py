@@ -1,22 +1,26 @@
 """A model that says what a test wants, on top of the fake backend and the fake vocabulary.
 
 In a ChatML conversation it answers with `reply(last user message)`; in a raw prompt it continues
-with `continuation`. Skipped sublayers make a draft wrong now and then (`default_harm`).
+with `continuation`. Skipped sublayers make a draft wrong now and then (`default_harm`). Grammars
+are GBNF, and about the text, as in llama.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import naive_gbnf
 import numpy as np
 from fake_vocabulary import FakeVocabulary
 from fakes import FakeBackend, ToyModel, chance
 from numpy.typing import NDArray
 
 from knapspec_edge.engine import Engine
-from knapspec_edge.records import ModeKind, Plan
+from knapspec_edge.errors import UsageError
+from knapspec_edge.records import Grammar, ModeKind, Plan, Sampling
 from knapspec_edge.text.builtin_templates import BUILTIN
 
 CHATML = BUILTIN["chatml"].source
@@ -66,9 +70,47 @@ class ScriptedModel(ToyModel):
         values[token] = 12.0
         return values
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        try:
+            _read_grammar(grammar.text)
+        except (AssertionError, IndexError, KeyError) as error:
+            raise UsageError(f"the grammar cannot be read: {error}") from None
+
+    def allowed(
+        self, tokens: Sequence[int], sampling: Sampling, answer_start: int
+    ) -> NDArray[np.bool_] | None:
+        if sampling.grammar is None or len(tokens) < answer_start:
+            return None
+        ends = self.end_tokens | sampling.grammar.ends
+        answer = tokens[answer_start:]
+        mask = np.ones(self.n_vocab, dtype=np.bool_)
+        if ends & set(answer):
+            return mask
+        grammar = _read_grammar(sampling.grammar.text)
+        state = _state_after(sampling.grammar.text, self._text(answer))
+        for token in range(self.n_vocab):
+            piece = self.vocabulary.token_bytes(token)
+            if token in ends:
+                mask[token] = () in state
+            else:  # half characters never come in a test with a grammar
+                text = piece.decode("utf-8", "ignore")
+                mask[token] = text.encode() == piece != b"" and bool(grammar.after(state, text))
+        return mask
+
     def _text(self, tokens: Sequence[int]) -> str:
         data = b"".join(self.vocabulary.token_bytes(t) for t in tokens)
         return data.decode("utf-8", "replace")
+
+
+@lru_cache
+def _read_grammar(text: str) -> naive_gbnf.Grammar:
+    return naive_gbnf.Grammar.parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _state_after(grammar: str, text: str) -> naive_gbnf.State:
+    read = _read_grammar(grammar)
+    return read.after(_state_after(grammar, text[:-1]), text[-1]) if text else read.start()
 
 
 def scripted_engine(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_vocabulary import FakeVocabulary
 from fakes import interrupted
 from scripted import fake_of, scripted_engine
 
-from knapspec_edge.apps.chat import CommandResult, Conversation
+from knapspec_edge.apps.chat import SETTING_NAMES, CommandResult, Conversation
 from knapspec_edge.engine import Settings
 from knapspec_edge.errors import ContextError, Interrupted, ModelError, UsageError
 from knapspec_edge.repl import converse
@@ -297,3 +300,110 @@ def test_the_model_cannot_drive_the_terminal() -> None:
     plain = io.StringIO()
     Terminal(out=plain, err=io.StringIO()).text("a\x1b[31mb\r")
     assert plain.getvalue() == "a\x1b[31mb\r"
+
+
+# -- every setting of the sampler
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("/set temperature 0.5", {"temperature": 0.5}),
+        ("/set top-k 40", {"top_k": 40}),
+        ("/set top_k 40", {"top_k": 40}),
+        ("/set top-p 0.9", {"top_p": 0.9}),
+        ("/set typical 0.9", {"typical_p": 0.9}),
+        ("/set repeat-penalty 1.1", {"repeat_penalty": 1.1}),
+        ("/set presence-penalty -0.5", {"presence_penalty": -0.5}),
+        ("/set frequency-penalty 0.5", {"frequency_penalty": 0.5}),
+        ("/set repeat-last-n -1", {"repeat_last_n": -1}),
+        ("/set logit-bias 5+1 7-inf", {"logit_bias": {5: 1.0, 7: -math.inf}}),
+        ("/set json-schema json", {"json_schema": "json"}),
+        ('/set json-schema {"type": "null"}', {"json_schema": '{"type": "null"}'}),
+        ('/set json-schema \'{"type": "null"}\'', {"json_schema": '{"type": "null"}'}),
+    ],
+)
+def test_settings_have_the_names_of_the_command_line(line: str, changed: dict[str, Any]) -> None:
+    conversation = Conversation(scripted_engine())
+    command(conversation, line)
+    assert conversation.settings == Settings(**changed)
+
+
+def test_a_preset_resets_the_numbers_and_leaves_the_rest() -> None:
+    conversation = Conversation(scripted_engine())
+    command(conversation, "/set top-k 7")
+    command(conversation, "/set seed 5")
+    shown = command(conversation, "/set preset paper")
+    assert conversation.settings == Settings(preset="paper", seed=5)
+    assert "0.7 before the filters" in shown
+    assert "50" in shown
+    command(conversation, "/set top-p off")
+    assert conversation.settings.sampling().top_p == 1.0
+    assert "top-p" not in command(conversation, "/set")
+
+
+def test_only_what_is_on_is_shown() -> None:
+    conversation = Conversation(scripted_engine())
+    names = [line.split()[0] for line in command(conversation, "/set").splitlines()]
+    assert names == ["preset", "temp", "seed", "max-tokens", "stop", "spec", "system", "context"]
+    shown = command(conversation, "/set repeat-penalty 1.3")
+    assert "repeat-penalty  1.3" in shown
+    assert "repeat-last-n   64" in shown
+
+
+def test_a_form_is_set_replaced_and_taken_away(tmp_path: Path) -> None:
+    file = tmp_path / "a b.gbnf"
+    file.write_text('root ::= "yes" | "no"\n', encoding="utf-8")
+    conversation = Conversation(scripted_engine(lambda _: "nothing"))
+    shown = command(conversation, f"/set grammar '{file}'")
+    assert "grammar" in shown
+    assert say(conversation, "hello") == "no"
+    command(conversation, '/set json-schema {"type": "null"}')
+    assert conversation.settings.grammar is None
+    assert say(conversation, "hello") == "null"
+    assert "form" in command(conversation, "/stats")
+    command(conversation, "/set json-schema off")
+    assert say(conversation, "hello") == "nothing"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/set top-k -1", "/set top-k 1.5", "/set top-p 1.1", "/set top-p nan", "/set typical 2",
+        "/set repeat-penalty 0", "/set repeat-last-n -2", "/set presence-penalty inf",
+        "/set logit-bias x", "/set logit-bias 99999+1", "/set preset hot", "/set preset a b",
+        "/set grammar missing.gbnf", "/set json-schema {", "/set json-schema missing.json",
+        '/set json-schema {"type": "thing"}',
+    ],
+)  # fmt: skip
+def test_bad_sampling_settings_are_one_line_and_change_nothing(line: str) -> None:
+    conversation = Conversation(scripted_engine())
+    before = conversation.settings
+    with pytest.raises(UsageError) as caught:
+        conversation.command(line)
+    assert "\n" not in str(caught.value)
+    assert conversation.settings == before
+
+
+def test_a_grammar_that_cannot_be_read_is_refused_when_it_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "bad.gbnf"
+    file.write_text("root ::= missing", encoding="utf-8")
+    conversation = Conversation(scripted_engine())
+    with pytest.raises(UsageError, match="the grammar cannot be read"):
+        conversation.command(f"/set grammar {file}")
+    assert conversation.settings.grammar is None
+
+
+def test_what_has_no_effect_is_said_once() -> None:
+    conversation = Conversation(scripted_engine())
+    assert "top-k changes nothing at temperature 0" in command(conversation, "/set top-k 5")
+    assert "nothing at temp" not in command(conversation, "/set seed 3")
+    say(conversation, "hello")
+    assert conversation.notices() == []
+
+
+def test_help_names_every_setting() -> None:
+    text = command(Conversation(scripted_engine()), "/help")
+    for name in SETTING_NAMES:
+        assert name in text
+    assert all(len(line) <= 80 for line in text.splitlines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -21,9 +22,11 @@ from scripted import fake_of, scripted_engine
 import knapspec_edge.engine
 from knapspec_edge import models
 from knapspec_edge.cli import cli
-from knapspec_edge.engine import Engine
+from knapspec_edge.engine import Engine, Settings
 from knapspec_edge.errors import ModelError, UsageError
+from knapspec_edge.records import GREEDY, Draft, Plan
 from knapspec_edge.repl import _plain_lines
+from knapspec_edge.search import plan_file
 
 HERE = Path(__file__).parent
 
@@ -183,9 +186,6 @@ def test_json_has_every_field_of_the_contract(opened: Opened) -> None:
 
 
 def test_json_of_a_speculated_answer_holds_the_plan(opened: Opened, tmp_path: Path) -> None:
-    from knapspec_edge.records import Draft, Plan
-    from knapspec_edge.search import plan_file
-
     sublayers = scripted_engine().backend.sublayers
     file = tmp_path / "plan.json"
     plan_file.save(file, Draft(Plan.skipping(len(sublayers), [1]), 3, 0.25), sublayers, "")
@@ -412,6 +412,172 @@ def test_keyboard_interrupt_anywhere_exits_130(opened: Opened) -> None:
     result = invoke("run", "x")
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
+
+
+# -- run: sampling and form
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    """What the engine is asked for by these options."""
+    seen: list[Settings] = []
+    original = Engine.chat
+
+    def chat(self: Engine, messages: Any, settings: Settings, **rest: Any) -> Any:
+        seen.append(settings)
+        return original(self, messages, settings, **rest)
+
+    monkeypatch.setattr(Engine, "chat", chat)
+    result = invoke("run", "hello", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return seen[-1]
+
+
+def test_sampling_options_reach_the_engine_and_so_does_the_environment(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "preset": "llama.cpp", "temp": 0.5, "top-k": 7, "top-p": 0.9, "min-p": 0.1, "typical": 0.8,
+        "repeat-penalty": 1.1, "presence-penalty": 0.2, "frequency-penalty": -0.3,
+        "repeat-last-n": -1,
+    }  # fmt: skip
+    expected = Settings(
+        preset="llama.cpp", temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, typical_p=0.8,
+        repeat_penalty=1.1, presence_penalty=0.2, frequency_penalty=-0.3, repeat_last_n=-1,
+        logit_bias={},
+    )  # fmt: skip
+    options = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    assert settings_of(monkeypatch, *options) == expected
+    for name, value in values.items():
+        monkeypatch.setenv(f"KNAPSPEC_EDGE_{name.replace('-', '_').upper()}", str(value))
+    assert settings_of(monkeypatch) == expected
+    biased = settings_of(monkeypatch, "--logit-bias", "5+1.5", "--logit-bias", "7-inf")
+    assert biased.logit_bias == {5: 1.5, 7: -math.inf}
+    assert settings_of(monkeypatch, "--preset", "paper").preset == "paper"
+
+
+def test_nothing_asked_for_is_greedy(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(monkeypatch).sampling() == GREEDY
+
+
+@pytest.mark.parametrize("spec", ["off", "plan"])
+def test_an_answer_keeps_to_a_schema(opened: Opened, tmp_path: Path, spec: str) -> None:
+    opened.make = lambda: scripted_engine(lambda _: '{"b": 1, "a": 2}', harm=0.3)
+    file = tmp_path / "schema.json"
+    file.write_text('{"properties": {"b": {"type": "integer"}}, "required": ["b"]}')
+    if spec == "plan":
+        sublayers = scripted_engine().backend.sublayers
+        spec = str(tmp_path / "plan.json")
+        plan_file.save(Path(spec), Draft(Plan.skipping(len(sublayers), [1]), 3, 0.0), sublayers, "")
+    result = invoke("run", "hello", "--json", "--json-schema", str(file), "--spec", spec)
+    data = json.loads(result.stdout)
+    assert json.loads(data["text"]) == {"b": 1}
+    assert data["sampling"]["form"] == "json_schema"
+    assert (data["timings"]["draft_n"] > 0) == (spec != "off")
+    inline = invoke("run", "hello", "--json-schema", '{"const": 7}', "--spec", spec)
+    assert inline.stdout == "7\n"
+
+
+def test_an_answer_keeps_to_a_grammar(opened: Opened, tmp_path: Path) -> None:
+    file = tmp_path / "g.gbnf"
+    file.write_text('root ::= "You" | "I"\n')
+    assert invoke("run", "hello", "--grammar", str(file)).stdout == "You\n"
+    file.write_text("root ::= nothing\n")
+    result = invoke("run", "hello", "--grammar", str(file))
+    assert result.exit_code == 2
+    assert "the grammar cannot be read" in one_line(result)
+
+
+def test_log_probabilities_in_json(opened: Opened) -> None:
+    data = json.loads(invoke("run", "hello", "--json", "--logprobs", "2", "--stop", "hello").stdout)
+    content = data["logprobs"]["content"]
+    assert [entry["id"] for entry in content] == data["token_ids"]
+    assert "".join(entry["token"] for entry in content) == data["text"] == "You said: "
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    assert set(content[0]) == {"id", "token", "bytes", "logprob", "top_logprobs"}
+    assert "logprobs" not in json.loads(invoke("run", "hello", "--json").stdout)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 64])
+def test_exactly_so_many_tokens_are_drafted_or_not(opened: Opened, tmp_path: Path, n: int) -> None:
+    opened.make = lambda: scripted_engine(lambda _: "x" * 100, harm=0.2)
+    sublayers = scripted_engine().backend.sublayers
+    file = tmp_path / "plan.json"
+    plan_file.save(file, Draft(Plan.skipping(len(sublayers), [1]), 3, 0.0), sublayers, "")
+    for spec in ("off", str(file)):
+        result = invoke("run", "hello", "--json", "--max-tokens", str(n), "--spec", spec)
+        data = json.loads(result.stdout)
+        assert len(data["token_ids"]) == data["usage"]["completion_tokens"] == n
+        assert data["finish_reason"] == "length"
+        assert data["text"] == "x" * n
+
+
+def test_the_seed_that_is_shown_repeats_a_preset(opened: Opened) -> None:
+    hot = ("run", "hello", "--json", "--preset", "llama.cpp", "--temp", "50", "--min-p", "0")
+    hot += ("--top-p", "1", "--top-k", "0", "--max-tokens", "30")
+    first = json.loads(invoke(*hot).stdout)
+    assert first["sampling"]["preset"] == "llama.cpp"
+    again = json.loads(invoke(*hot, "--seed", str(first["seed"])).stdout)
+    other = json.loads(invoke(*hot, "--seed", "-1").stdout)
+    assert again["token_ids"] == first["token_ids"] != other["token_ids"]
+    assert other["seed"] != first["seed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--logprobs", "3"], "add --json"),
+        (["--logprobs", "101", "--json"], "--logprobs"),
+        (["--preset", "hot"], "--preset"),
+        (["--top-k", "-1"], "--top-k"),
+        (["--top-k", "1.5"], "--top-k"),
+        (["--top-k", "2147483648"], "top-k is 2147483648"),
+        (["--top-p", "nan"], "--top-p"),
+        (["--typical", "1.5"], "--typical"),
+        (["--repeat-penalty", "0"], "--repeat-penalty"),
+        (["--presence-penalty", "inf"], "--presence-penalty"),
+        (["--repeat-last-n", "-2"], "--repeat-last-n"),
+        (["--temp", "inf"], "--temp"),
+        (["--logit-bias", "x"], "logit-bias: 'x' is not TOKEN"),
+        (["--logit-bias", "3+nan"], "logit-bias of token 3 is nan"),
+        (["--grammar", "missing.gbnf"], "cannot read the grammar missing.gbnf: No such file"),
+        (["--grammar", "."], "cannot read the grammar .:"),
+        (["--json-schema", "missing.json"], "cannot read the JSON schema missing.json"),
+        (["--json-schema", "{"], "the JSON schema is no JSON"),
+        (["--json-schema", "[1]"], "has to be an object"),
+        (["--json-schema", '{"$ref": "https://example.org/x"}'], "only references within it"),
+        (["--grammar", "tests/none", "--json-schema", "json"], "cannot read the grammar"),
+    ],
+)
+def test_bad_sampling_options_are_one_line_before_anything_is_loaded(
+    opened: Opened, arguments: list[str], message: str
+) -> None:
+    result = invoke("run", "hello", *arguments)
+    assert result.exit_code == 2
+    assert message in one_line(result)
+    assert opened.calls == []
+
+
+def test_a_grammar_and_a_schema_are_too_much(opened: Opened, tmp_path: Path) -> None:
+    file = tmp_path / "g.gbnf"
+    file.write_text('root ::= "a"')
+    result = invoke("run", "hello", "--grammar", str(file), "--json-schema", "json")
+    assert result.exit_code == 2
+    assert "not both" in one_line(result)
+
+
+def test_filters_without_effect_and_keywords_without_are_said(opened: Opened) -> None:
+    schema = '{"type": "array", "uniqueItems": true}'
+    result = invoke("run", "hello", "-v", "--top-k", "3", "--json-schema", schema)
+    assert "top-k changes nothing at temperature 0" in result.stderr
+    assert "of the JSON schema, uniqueItems is not enforced" in result.stderr
+    assert result.exit_code == 0
+
+
+def test_chat_takes_the_same_options(opened: Opened) -> None:
+    result = invoke("chat", "--json-schema", '{"enum": ["x", "y"]}', "--preset", "paper", pipe="a")
+    assert result.exit_code == 0
+    assert result.stdout in ('"x"\n', '"y"\n')
+    assert invoke("chat", "--logprobs", "1", pipe="a").exit_code == 2
 
 
 # -- chat from a pipe

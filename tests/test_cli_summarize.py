@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,9 @@ from scripted import fake_of, scripted_engine
 from scripted_cli import MODEL_INFO
 
 import knapspec_edge.engine
-from knapspec_edge import gguf_check, models
+from knapspec_edge import cli_summarize, gguf_check, models
 from knapspec_edge.apps import jsonl, memory, summarize_job
-from knapspec_edge.apps.summarize_prompts import Request
+from knapspec_edge.apps.summarize_prompts import STYLES, Request
 from knapspec_edge.cli import cli
 from knapspec_edge.engine import Engine, Settings
 from knapspec_edge.text.documents import Document
@@ -194,6 +195,24 @@ def test_options_reach_the_prompt(opened: Opened) -> None:
     assert asked[-1].startswith("List the hares.\n\nText:\n\nA hare")
 
 
+def test_the_styles_of_the_command_are_those_that_exist() -> None:
+    assert tuple(cli_summarize._STYLES) == tuple(STYLES)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_named_pipe_is_read_once(opened: Opened) -> None:
+    os.mkfifo("pipe")
+    for _ in range(2):
+        writer = threading.Thread(target=Path("pipe").write_text, args=("A hare [fifo].",))
+        writer.start()
+        result = invoke("pipe", "-o", "out.jsonl")
+        writer.join(timeout=60)
+        assert result.exit_code == 0, result.stderr
+    (found,) = records()
+    assert found["summary"] == "About [fifo]."
+    assert fake_of(opened.engines[1]).calls("prefill") == []  # known by its contents
+
+
 def test_own_encoding(opened: Opened) -> None:
     Path("a.txt").write_bytes("A hare [h\u00e4schen] hid.".encode("cp437"))
     result = invoke("a.txt", "--encoding", "cp437")
@@ -312,6 +331,7 @@ def test_inputs_that_fail_have_a_record(opened: Opened, what: str) -> None:
     assert found["bad.txt"]["error"]
     assert "\n" not in found["bad.txt"]["error"]
     assert found["bad.txt"]["settings"] == found["good.txt"]["settings"]
+    assert list(found["bad.txt"]) == list(found["good.txt"])  # a table of them has no holes
 
 
 def test_nothing_to_summarize_opens_no_model(opened: Opened) -> None:
@@ -647,6 +667,50 @@ def test_a_full_standard_output_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert "No space left on device" in result.stderr
+
+
+def test_progress_at_a_terminal(tmp_path: Path) -> None:
+    """Which document, which part, how many a minute, how long still; then one line of summary."""
+    pexpect = pytest.importorskip("pexpect", reason="pseudo-terminals need a POSIX system")
+    names = ["[red]a.txt", "b.txt"]
+    for name in names:
+        (tmp_path / name).write_text("A hare hid. " * 40, encoding="utf-8")
+    process = pexpect.spawn(
+        sys.executable,
+        [
+            str(HERE / "scripted_cli.py"),
+            "summarize",
+            *names,
+            "missing",
+            "--ctx",
+            "800",
+            "--words",
+            "20",
+        ]
+        + ["-o", "out.jsonl"],
+        cwd=str(tmp_path),
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUTF8": "1",
+            "TERM": "xterm",
+            "COLUMNS": "120",
+            "KNAPSPEC_EDGE_SPEC": "off",
+            "SCRIPTED_STEP_SECONDS": "0.01",
+        },
+        encoding="utf-8",
+        dimensions=(40, 120),
+        timeout=60,
+    )
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", process.read())
+    process.close()
+    assert process.exitstatus == 1
+    assert "1 of 2 · [red]a.txt · part 1 of 2 " in shown
+    assert re.search(r"2 of 2 · [\d.]+/min · b\.txt · .* left", shown)
+    last = shown.rstrip().replace("\r", "\n").splitlines()[-1]
+    assert "2 documents summarized in " in last
+    assert "1 failed" in last
+    assert not any("summarized" in line for line in shown.splitlines()[:-1])
 
 
 # -- the seam: who makes the records does not matter

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..engine import Answer, Engine, Speculation
 from ..errors import ContextError, Interrupted, KnapspecError, ModelError
@@ -22,6 +21,22 @@ from .summarize_prompts import Final, Merge, Part, Request, Task, Whole, tokens_
 
 # Reports how far a document is: (share done in 0..1, what is being done).
 Progress = Callable[[float, str], None]
+
+# Of a record, in order.
+_KEYS = (
+    "input",
+    "sha256",
+    "kind",
+    "summary",
+    "error",
+    "finish_reason",
+    "model",
+    "tokens",
+    "timings",
+    "speculation",
+    "seed",
+    "notes",
+)
 
 # What reasoning models write before the answer.
 _REASONING = re.compile(r"\A\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -160,10 +175,10 @@ def record(
     }
 
 
-def failure(name: str, error: str, **known: Any) -> Record:
-    """The record of an input that could not even be read."""
-    blank = {"input": name, "sha256": None, "kind": None, "summary": None}
-    return {**blank, "error": " ".join(error.split()), **known}
+def failure(name: str, error: str) -> Record:
+    """The record of an input that could not even be read; it has the keys of every record."""
+    known: Record = {key: None for key in _KEYS}
+    return {**known, "input": name, "error": " ".join(error.split()), "notes": []}
 
 
 class _Summary:
@@ -195,13 +210,13 @@ class _Summary:
         chunks = self._chunks(self._room.text)
         self.n_chunks = len(chunks)
         summaries = []
+        # the final summary takes about as long as a part's
+        steps = len(chunks) + 1
         for i, chunk in enumerate(chunks):
-            # the final summary, and what is combined on the way, are a fifth of the work or so
-            steps = (0.8 * i / len(chunks), 0.8 * (i + 1) / len(chunks))
             part = Part(chunk, i + 1, len(chunks))
-            summary = self._ask(
-                part, self._room.part, f"part {i + 1} of {len(chunks)}", steps, optional=True
-            )
+            what = f"part {i + 1} of {len(chunks)}"
+            within = (i / steps, (i + 1) / steps)
+            summary = self._ask(part, self._room.part, what, within, optional=True)
             summaries.append(self._shorter(summary, chunk.strip()))
         return self._combine(self._given(summaries))
 
@@ -216,6 +231,7 @@ class _Summary:
         """The final summary. Each turn leaves fewer texts, so that it ends."""
         assert self._room is not None
         self.depth = 1
+        begin = self.n_chunks / (self.n_chunks + 1)
         while not self._fits(final := Final(_joined(summaries)), self._room.final):
             self.depth += 1
             groups = self._groups(summaries)
@@ -230,13 +246,16 @@ class _Summary:
                 text = _joined(group)
                 if len(group) > 1:
                     what = f"combining, {i + 1} of {len(groups)}"
+                    # how many levels there will be is not known
+                    end = begin + 0.5 * (1.0 - begin) / len(groups)
                     summary = self._ask(
-                        Merge(text), self._room.part, what, (0.8, 0.9), optional=True
+                        Merge(text), self._room.part, what, (begin, end), optional=True
                     )
+                    begin = end
                     text = self._shorter(summary, text)
                 combined.append(text)
             summaries = self._given(combined)
-        return self._ask(final, self._room.final, "final summary", (0.9, 1.0))
+        return self._ask(final, self._room.final, "final summary", (begin, 1.0))
 
     def _shorter(self, summary: str, text: str) -> str:
         """What is combined in place of a text: never more than the text itself."""
@@ -287,23 +306,24 @@ class _Summary:
         task: Task,
         max_tokens: int,
         what: str,
-        steps: tuple[float, float],
+        within: tuple[float, float],
         *,
         optional: bool = False,
     ) -> str:
-        """One answer. An empty one is an error unless it is `optional`."""
-        begin, end = steps
+        """One answer, which takes the document from one share done to another (`within`). An empty
+        one is an error unless it is `optional`."""
+        begin, end = within
 
         def prompt_progress(stage: str, share: float | None) -> None:
             # reading takes about as long as writing
             self._progress(begin + 0.5 * (share or 0.0) * (end - begin), what)
 
         prompt_progress("prompt", 0.0)
-        answer = self._engine.chat(
-            self._request.messages(task),
-            replace(self._request.settings, max_tokens=max_tokens),
-            progress=prompt_progress,
-        )
+        settings = replace(self._request.settings, max_tokens=max_tokens)
+        if not task.is_final:
+            # the form that was asked for is that of the final summary
+            settings = replace(settings, grammar=None, json_schema=None)
+        answer = self._engine.chat(self._request.messages(task), settings, progress=prompt_progress)
         self.last = answer
         with answer:
             for n, _ in enumerate(answer, start=1):

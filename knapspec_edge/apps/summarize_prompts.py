@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..config import DEFAULTS, Config
-from ..engine import Settings
 from ..errors import UsageError
+from ..records import Sampling
+from ..sampling import Settings
 from ..text.templates import Message
 
 INSTRUCTION = (
@@ -88,12 +89,14 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """All that decides about the summary of a given text beside the model, as JSON has it."""
         asked = self.settings
-        default = Settings()
-        sampling = {
-            f.name: getattr(asked, f.name)
-            for f in fields(asked)
-            if getattr(asked, f.name) != getattr(default, f.name)
-        }
+        # by what they come to: a preset may say the same as single options
+        law = asdict(asked.sampling().law)
+        usual = asdict(Sampling())
+        sampling = {name: value for name, value in law.items() if value != usual[name]}
+        if law["temperature"] > 0.0 and asked.seed not in (None, -1):
+            sampling["seed"] = asked.seed
+        sampling |= {"max_tokens": asked.max_tokens} if asked.max_tokens else {}
+        sampling |= {"stop": asked.stop} if asked.stop else {}
         wording = [message["content"] for task in _TASKS for message in self.messages(task)]
         found = {
             "style": None if self.instruction is not None else self.style,
@@ -202,6 +205,4 @@ def tokens_for(words: int) -> int:
 def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    if hasattr(value, "__dataclass_fields__"):
-        return asdict(value)
     return str(value)

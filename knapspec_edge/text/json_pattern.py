@@ -33,22 +33,31 @@ def literal(text: str) -> str:
     return f'"{"".join(c if c.isprintable() else _code(ord(c)) for c in escaped)}"'
 
 
-def character_class(ranges: Ranges, negated: bool = False) -> str:
-    """GBNF for one character within a JSON string that is (not) in these ranges of code points.
+def plain_class(excluded: Ranges) -> str:
+    """GBNF for one character that a JSON string holds as it is and that is not excluded."""
+    return f"[^{''.join(map(_range, [*excluded, *_ESCAPED, (127, 127)]))}]"
 
-    Of a negated class only what needs no escape.
-    """
+
+def character_class(ranges: Ranges, negated: bool = False) -> str:
+    """GBNF for one character of a JSON string, escaped where it has to be, that is (not) in these
+    ranges of code points. Raises Inexpressible for an empty class."""
+
+    def wanted(code: int) -> bool:
+        return any(low <= code <= high for low, high in ranges) != negated
+
+    options = []
     if negated:
-        inside = "".join(map(_range, [*ranges, *_ESCAPED, (127, 127)]))
-        return f"[^{inside}]"
-    plain = ranges
+        options.append(plain_class(ranges))
+    else:
+        plain = ranges
+        for low, high in _ESCAPED:
+            plain = [part for r in plain for part in _without(r, low, high)]
+        if plain:
+            options.append(f"[{''.join(map(_range, plain))}]")
     for low, high in _ESCAPED:
-        plain = [part for r in plain for part in _without(r, low, high)]
-    options = [f"[{''.join(map(_range, plain))}]"] if plain else []
-    for low, high in _ESCAPED:
-        for code in range(low, high + 1):
-            if any(a <= code <= b for a, b in ranges):
-                options.append(literal(json.dumps(chr(code))[1:-1]))
+        escapes = (json.dumps(chr(code))[1:-1] for code in range(low, high + 1) if wanted(code))
+        # of all that a negated class leaves, only what has a short escape
+        options += [literal(escape) for escape in escapes if not negated or len(escape) == 2]
     if not options:
         raise Inexpressible
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"

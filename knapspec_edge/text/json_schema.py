@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from ..errors import UsageError
-from .json_pattern import Inexpressible, character_class, literal, pattern_grammar
+from .json_pattern import Inexpressible, literal, pattern_grammar, plain_class
 
 Schema = Mapping[str, Any] | bool
 
@@ -56,8 +56,13 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "object": ('"{" space (pair ("," space pair)* space)? "}"', ("pair", "space")),
     "array": ('"[" space (value ("," space value)* space)? "]"', ("value", "space")),
     "date": (
-        '[0-9] [0-9] [0-9] [0-9] "-" ("0" [1-9] | "1" [0-2]) "-" '
-        '("0" [1-9] | [12] [0-9] | "3" [01])',
+        '[1-9] [0-9]{3} "-" (("0" [13578] | "1" [02]) "-" ("0" [1-9] | [12] [0-9] | "3" [01]) | '
+        '("0" [469] | "11") "-" ("0" [1-9] | [12] [0-9] | "30") | '
+        '"02-" ("0" [1-9] | "1" [0-9] | "2" [0-8])) | leap-year "-02-29"',
+        ("leap-year",),
+    ),
+    "leap-year": (
+        '[1-9] [0-9] ("0" [48] | [2468] [048] | [13579] [26]) | ([2468] [048] | [13579] [26]) "00"',
         (),
     ),
     "time": (
@@ -366,7 +371,7 @@ class _Converter:
                 for first in firsts
                 if first.isprintable() and first not in '"\\'
             ]
-            options.append(f"{character_class([(ord(c), ord(c)) for c in firsts], True)} {char}*")
+            options.append(f"{plain_class([(ord(c), ord(c)) for c in firsts])} {char}*")
             if "" not in ends:
                 options.append('""')
             return f"({' | '.join(options)})"

@@ -70,7 +70,7 @@ std::string shortened(const std::string & message) {
 } // namespace
 
 std::unique_ptr<knapspec_grammar> knapspec_grammar::make(
-        const llama_vocab & vocab, const char * text, const char * root, std::vector<llama_token> ends) {
+        const llama_vocab & vocab, const char * text, const char * root, const std::vector<llama_token> & ends) {
     std::unique_ptr<knapspec_grammar> made;
     try {
         llama_grammar_parser parser(&vocab);
@@ -85,19 +85,21 @@ std::unique_ptr<knapspec_grammar> knapspec_grammar::make(
         return nullptr;
     }
     made->vocab = &vocab;
-    made->ends  = std::move(ends);
     for (const auto & rule : made->grammar->rules) {
         for (const auto & element : rule) {
             made->names_tokens |= element.type == LLAMA_GRETYPE_TOKEN || element.type == LLAMA_GRETYPE_TOKEN_NOT;
         }
     }
+    for (llama_token token = 0; token < (llama_token) vocab.n_tokens(); ++token) {
+        const bool ends_it = vocab.is_eog(token) || std::find(ends.begin(), ends.end(), token) != ends.end();
+        // the text of these is not part of an answer's, whatever a grammar would say about it
+        const bool unseen  = vocab.token_get_attr(token) & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN);
+        made->parts.push_back(ends_it ? part::end : unseen && !made->names_tokens ? part::none : part::text);
+        made->first_byte.push_back((uint8_t) vocab.token_to_piece(token).c_str()[0]);
+    }
     made->initial.stacks = made->grammar->stacks;
     made->states.push_back(made->initial);
     return made;
-}
-
-bool knapspec_grammar::is_end(llama_token token) const {
-    return vocab->is_eog(token) || std::find(ends.begin(), ends.end(), token) != ends.end();
 }
 
 bool knapspec_grammar::may_end(const state & at) const {
@@ -107,7 +109,7 @@ bool knapspec_grammar::may_end(const state & at) const {
 knapspec_grammar::state knapspec_grammar::after(const state & at, llama_token token) {
     state next;
     next.over = true;
-    if (at.over || token < 0 || token >= (llama_token) vocab->n_tokens() || is_end(token)) {
+    if (at.over || token < 0 || token >= (llama_token) parts.size() || parts[token] == part::end) {
         return next;
     }
     grammar->stacks       = at.stacks;
@@ -147,6 +149,51 @@ void knapspec_grammar::move_to(const llama_token * answer, size_t n) {
     }
 }
 
+// A byte stands for a text of its own if it is a character, and for the beginning of one otherwise.
+void knapspec_grammar::find_first_bytes(state & at) const {
+    at.looked = true;
+    if (names_tokens || at.partial.n_remain != 0) {
+        at.first_bytes.set();
+        return;
+    }
+    uint32_t texts[256][2] = {};
+    llama_grammar_candidates left;
+    for (uint32_t byte = 1; byte < 256; ++byte) {
+        const int length = byte < 0x80 ? 1 : byte < 0xc0 ? 0 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
+        if (length == 1) {
+            texts[byte][0] = byte;
+            left.push_back({ byte, texts[byte], { 0, 0 }, LLAMA_TOKEN_NULL });
+        } else if (length > 1) {
+            const uint32_t value = byte & ((1u << (7 - length)) - 1);
+            left.push_back({ byte, texts[byte], { value, length - 1 }, LLAMA_TOKEN_NULL });
+        }
+    }
+    at.first_bytes.reset();
+    for (const auto & candidate : left) {
+        at.first_bytes.set(candidate.index);
+    }
+    for (const auto & stack : at.stacks) {
+        left = llama_grammar_reject_candidates_for_stack(grammar->rules, stack, left);
+    }
+    for (const auto & candidate : left) {
+        at.first_bytes.reset(candidate.index);
+    }
+}
+
+void knapspec_grammar::likely(llama_token n_vocab, std::vector<llama_token> & out) {
+    state & at = states.back();
+    if (!at.over && !at.looked) {
+        find_first_bytes(at);
+    }
+    const bool end = may_end(at);
+    out.clear();
+    for (llama_token token = 0; token < std::min(n_vocab, (llama_token) parts.size()); ++token) {
+        if (at.over || (parts[token] == part::end ? end : parts[token] == part::text && at.first_bytes[first_byte[token]])) {
+            out.push_back(token);
+        }
+    }
+}
+
 void knapspec_grammar::test(const llama_token * tokens, size_t n, bool * allowed) {
     const state & at = states.back();
     if (at.over) {
@@ -154,24 +201,26 @@ void knapspec_grammar::test(const llama_token * tokens, size_t n, bool * allowed
         return;
     }
     const bool end = may_end(at);
+    candidates.clear();
+    places.clear();
+    for (size_t i = 0; i < n; ++i) {
+        allowed[i] = false;
+        if (parts[tokens[i]] == part::end) {
+            allowed[i] = end;
+        } else if (parts[tokens[i]] == part::text) {
+            candidates.push_back({ tokens[i], 0.0f, 0.0f });
+            places.push_back(i);
+        }
+    }
+    if (candidates.empty()) {
+        return;
+    }
     grammar->stacks       = at.stacks;
     grammar->partial_utf8 = at.partial;
-    candidates.clear();
-    for (size_t i = 0; i < n; ++i) {
-        candidates.push_back({ tokens[i], 0.0f, 0.0f });
-    }
-    llama_token_data_array array = { candidates.data(), n, -1, false };
+    llama_token_data_array array = { candidates.data(), candidates.size(), -1, false };
     llama_grammar_apply_impl(*grammar, &array);
-    for (size_t i = 0; i < n; ++i) {
-        const bool fits = candidates[i].logit == 0.0f;
-        if (is_end(tokens[i])) {
-            allowed[i] = end;
-        } else if (!names_tokens && (vocab->token_get_attr(tokens[i]) & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN))) {
-            // its text is not part of the answer's, whatever the grammar would say about it
-            allowed[i] = false;
-        } else {
-            allowed[i] = fits;
-        }
+    for (size_t i = 0; i < candidates.size(); ++i) {
+        allowed[places[i]] = candidates[i].logit == 0.0f;
     }
 }
 

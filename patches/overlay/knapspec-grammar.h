@@ -6,6 +6,7 @@
 
 #include "llama-grammar.h"
 
+#include <bitset>
 #include <deque>
 #include <memory>
 #include <vector>
@@ -15,10 +16,13 @@ struct llama_vocab;
 struct knapspec_grammar {
     // nullptr, with an error line in the log, if the text cannot be read
     static std::unique_ptr<knapspec_grammar> make(
-            const llama_vocab & vocab, const char * text, const char * root, std::vector<llama_token> ends);
+            const llama_vocab & vocab, const char * text, const char * root, const std::vector<llama_token> & ends);
 
     // Stand behind these tokens of an answer.
     void move_to(const llama_token * answer, size_t n);
+
+    // Tokens of the vocabulary, below n_vocab, of which all others are known not to be allowed next.
+    void likely(llama_token n_vocab, std::vector<llama_token> & out);
 
     // Whether each of these tokens may come next, in allowed[0..n).
     void test(const llama_token * tokens, size_t n, bool * allowed);
@@ -31,11 +35,15 @@ private:
         llama_grammar_stacks stacks;
         llama_partial_utf8   partial = {};
         bool                 over    = false; // behind an end, or behind text that it does not allow: nothing is constrained
+        bool                 looked  = false; // whether first_bytes is known
+        std::bitset<256>     first_bytes;     // that the next token's text may begin with
     };
 
     const llama_vocab * vocab = nullptr;
     std::unique_ptr<llama_grammar, deleter> grammar;
-    std::vector<llama_token> ends;
+    enum class part : uint8_t { text, end, none };
+    std::vector<part>    parts;       // by token: what it is of an answer
+    std::vector<uint8_t> first_byte;  // by token, of its text
     bool names_tokens = false; // tokens are matched by id as well, not by their text alone
 
     state                    initial;
@@ -44,8 +52,9 @@ private:
     size_t                   n_before = 0;
 
     std::vector<llama_token_data> candidates;
+    std::vector<size_t>           places;
 
-    bool is_end(llama_token token) const;
     bool may_end(const state & at) const;
     state after(const state & at, llama_token token);
+    void  find_first_bytes(state & at) const;
 };

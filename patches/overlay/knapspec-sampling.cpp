@@ -503,18 +503,17 @@ knapspec_sampler::outcome knapspec_sampler::argmax_of_row(float best, float seco
     return { top, (float) (1.0/total), best - second, 0.0 };
 }
 
-// Among what the filters left. `before`: a race that somebody won who may not; its other participants, `first`, arrive when
-// they would have, and who was not among them starts now. Given how that race ended, both have their whole time still before
-// them, so the winner is distributed as in a race of its own, and still shares its noise.
+// Among a list. `before`: a race that somebody won who may not, on the scale of this list's best; its other participants
+// (those with a key) arrive when they would have, and who was not among them starts now. Given how that race ended, both
+// have their whole time still before them, so the winner is distributed as in a race of its own, and still shares its noise.
 knapspec_sampler::outcome knapspec_sampler::race(const candidates & list, const outcome * before) {
     const double infinity = std::numeric_limits<double>::infinity();
     const float  best     = best_logit(list);
     const candidate * winner = nullptr;
     double first_time = infinity, second_time = infinity, total = 0.0;
-    // the scale of `before` has been moved to this list's best
     for (const candidate & c : list) {
         double time = log_time(noise, c.id, c.logit, best, draw_inverse);
-        if (before && !std::binary_search(first.begin(), first.end(), c.id)) {
+        if (before && c.key == 0.0f) {
             time = log_add(before->log_time, time);
         }
         total += std::exp(((double) c.logit - best)*draw_inverse);
@@ -590,7 +589,7 @@ knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
 //
 
 void knapspec_sampler::keep_allowed(knapspec_grammar & grammar, candidates & list) {
-    std::vector<llama_token> ids(list.size());
+    ids.resize(list.size());
     for (size_t i = 0; i < list.size(); ++i) {
         ids[i] = list[i].id;
     }
@@ -605,22 +604,32 @@ void knapspec_sampler::keep_allowed(knapspec_grammar & grammar, candidates & lis
     list.resize(n);
 }
 
-// The most probable tokens, best first, so many of them that the grammar allows n, or all: `tested`, and those of them that it
-// allows: `out`.
-void knapspec_sampler::most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out) {
+void knapspec_sampler::gather_allowed(knapspec_grammar & grammar, candidates & out) {
+    grammar.likely(n_row, ids);
     out.clear();
-    size_t done = 0;
-    for (size_t size = std::max<size_t>(64, 2*n);; size *= 8) {
-        most_probable(size, tested);
-        std::sort(tested.begin(), tested.end(), more_probable);
-        candidates fresh(tested.begin() + done, tested.end());
-        done = tested.size();
-        keep_allowed(grammar, fresh);
-        out.insert(out.end(), fresh.begin(), fresh.end());
-        if (tested.size() < size || out.size() >= n) {
-            return;
+    for (const llama_token id : ids) {
+        if (row[id] > LOWEST) {
+            out.push_back({ row[id], id, 0.0f, 0.0f });
         }
     }
+    keep_allowed(grammar, out);
+}
+
+// The most probable tokens that the grammar allows, at least n, best first: `out`, out of those `tested`. Returns true if these
+// are all that it allows, in no order; `tested` then means nothing.
+bool knapspec_sampler::most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out) {
+    const size_t size = std::max<size_t>(64, 2*n);
+    most_probable(size, tested);
+    const bool all = tested.size() < size;
+    std::sort(tested.begin(), tested.end(), more_probable);
+    out = tested;
+    keep_allowed(grammar, out);
+    if (all || out.size() >= n) {
+        return all;
+    }
+    // Where few tokens are allowed, most fall by their first byte
+    gather_allowed(grammar, out);
+    return true;
 }
 
 // About which share of what is allowed a token of this logit has, where `total` is the weight of the whole row down to
@@ -640,135 +649,142 @@ float knapspec_sampler::share_of_allowed(
     return (float) std::min(1.0, weight(logit)/all);
 }
 
+// Who of the whole row arrives first and is allowed, where that is among the first few. Times are on the scale of the best
+// that is allowed; what is above it is not.
+bool knapspec_sampler::first_allowed(
+        const knapspec_sampling & s, const outcome & before, float best, float floor, outcome & out) {
+    constexpr size_t N_FIRST = 64;
+    struct arrival { double time; llama_token id; };
+    const auto earlier = [](const arrival & a, const arrival & b) { return a.time < b.time; };
+
+    const float  best_allowed = allowed[0].logit;
+    const float  lower = s.min_p > 0.0f ? best_allowed + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
+    const double start = before.log_time + ((double) best_allowed - best)*draw_inverse;
+    std::vector<arrival> arrivals; // a heap, the latest on top
+    float  x[BLOCK], weights[BLOCK], early[BLOCK];
+    double total = 0.0;
+    double latest = std::numeric_limits<double>::infinity(); // to be beaten, not as a logarithm
+    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+        clamp_block(row + begin, x, n, best_allowed);
+        exp_block(x, weights, n, best_allowed, lower, (float) draw_inverse);
+        noise_block(noise, begin, early, n);
+        for (int j = 0; j < n; ++j) {
+            const int32_t i = begin + j;
+            if (!(weights[j] > 0.0f) || row[i] > best_allowed) {
+                continue;
+            }
+            total += weights[j];
+            if (early[j] >= latest*weights[j]*1.00001) {
+                continue;
+            }
+            double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
+            if (row[i] < floor) {
+                time = log_add(start, time);
+            }
+            if (arrivals.size() == N_FIRST) {
+                if (!(time < arrivals.front().time)) {
+                    continue;
+                }
+                std::pop_heap(arrivals.begin(), arrivals.end(), earlier);
+                arrivals.pop_back();
+            }
+            arrivals.push_back({ time, i });
+            std::push_heap(arrivals.begin(), arrivals.end(), earlier);
+            if (arrivals.size() == N_FIRST) {
+                latest = std::exp(arrivals.front().time);
+            }
+        }
+    }
+    std::sort_heap(arrivals.begin(), arrivals.end(), earlier);
+    bool fits[N_FIRST];
+    ids.clear();
+    for (const arrival & a : arrivals) {
+        ids.push_back(a.id);
+    }
+    s.grammar->test(ids.data(), ids.size(), fits);
+    const size_t at = std::find(fits, fits + arrivals.size(), true) - fits;
+    if (at == arrivals.size()) {
+        return false;
+    }
+    const size_t next = std::find(fits + at + 1, fits + arrivals.size(), true) - fits;
+    out.token    = ids[at];
+    out.prob     = share_of_allowed(kept, allowed, best_allowed, lower, total, row[ids[at]]);
+    out.log_time = arrivals[at].time;
+    out.margin   = next < arrivals.size() ? (float) (arrivals[next].time - arrivals[at].time) : std::numeric_limits<float>::infinity();
+    return true;
+}
+
 // The pick among what the grammar allows, after it has rejected that of the race before.
 int32_t knapspec_sampler::again(
         const knapspec_sampling & s, const outcome & before, float best, float floor, outcome & out) {
-    knapspec_grammar & grammar = *s.grammar;
-    const bool draws    = s.temperature > 0.0f;
-    const bool filtered = filters(s);
-    const bool narrow   = s.top_k > 0 && s.top_k < n_row;
+    const bool  draws    = s.temperature > 0.0f;
+    const bool  filtered = filters(s);
+    const bool  narrow   = filtered && s.top_k > 0 && s.top_k < n_row;
     scan();
 
-    // The whole row, in the order of probability, until what matters is found; nothing needs to be known about the rest
-    if (!filtered) {
-        most_probable_allowed(grammar, draws ? 1 : 2, kept, allowed);
+    if (filtered) {
+        first.clear();
+        for (const candidate & c : chosen) {
+            first.push_back(c.id);
+        }
+        std::sort(first.begin(), first.end());
+    }
+    // Best first, until what matters is found: nothing needs to be known about the rest
+    if (!filtered || narrow) {
+        const size_t n   = narrow ? s.top_k : draws ? 1 : 2;
+        const bool   all = most_probable_allowed(*s.grammar, n, kept, allowed);
         if (allowed.empty()) {
             return KNAPSPEC_DEAD_END;
         }
-        const float best_allowed = allowed[0].logit;
-        float  weights[BLOCK], x[BLOCK];
-        double total = 0.0;
-        if (!draws) {
+        if (!filtered && !all && !draws) {
+            float  weights[BLOCK];
+            double total = 0.0;
             for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
-                const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-                exp_block(row + begin, weights, n, best, LOWEST, 1.0f);
-                total += sum_block(weights, n);
+                const int width = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+                exp_block(row + begin, weights, width, best, LOWEST, 1.0f);
+                total += sum_block(weights, width);
             }
-            const float margin = allowed.size() > 1 ? best_allowed - allowed[1].logit : std::numeric_limits<float>::infinity();
-            out = { allowed[0].id, share_of_allowed(kept, allowed, best, LOWEST, total, best_allowed), margin, 0.0 };
+            const float logit = allowed[0].logit;
+            out = { allowed[0].id, share_of_allowed(kept, allowed, best, LOWEST, total, logit), logit - allowed[1].logit, 0.0 };
             return KNAPSPEC_OK;
         }
-
-        // Who arrives when, the earliest first. Times are on the scale of the best that is allowed; whatever is above it is not.
-        const float lower = s.min_p > 0.0f ? best_allowed + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
-        const double start = before.log_time + ((double) best_allowed - best)*draw_inverse;
-        struct arrival { double time; llama_token id; };
-        const auto later = [](const arrival & a, const arrival & b) { return a.time < b.time; };
-        std::vector<arrival> earliest; // a heap, the latest on top
-        std::vector<llama_token> ids;
-        std::unique_ptr<bool[]> fits;
-        for (size_t most = 64, done = 0;; most *= 16) {
-            earliest.clear();
-            total = 0.0;
-            double latest = std::numeric_limits<double>::infinity(); // to be beaten, not as a logarithm
-            for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
-                const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-                clamp_block(row + begin, x, n, best_allowed);
-                exp_block(x, weights, n, best_allowed, lower, (float) draw_inverse);
-                for (int j = 0; j < n; ++j) {
-                    const int32_t i = begin + j;
-                    const double limit = latest*weights[j]*1.000001;
-                    if (!(limit > 0.0) || row[i] > best_allowed) {
-                        continue;
-                    }
-                    total += weights[j];
-                    if (one_minus_uniform(noise, i) >= limit) {
-                        continue;
-                    }
-                    double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
-                    if (row[i] < floor) {
-                        time = log_add(start, time);
-                    }
-                    if (earliest.size() == most) {
-                        if (!(time < earliest.front().time)) {
-                            continue;
-                        }
-                        std::pop_heap(earliest.begin(), earliest.end(), later);
-                        earliest.pop_back();
-                    }
-                    earliest.push_back({ time, i });
-                    std::push_heap(earliest.begin(), earliest.end(), later);
-                    if (earliest.size() == most) {
-                        latest = std::exp(earliest.front().time);
-                    }
-                }
-            }
-            std::sort_heap(earliest.begin(), earliest.end(), later);
-            const bool all = earliest.size() < most;
-            ids.clear();
-            for (size_t i = done; i < earliest.size(); ++i) {
-                ids.push_back(earliest[i].id);
-            }
-            fits.reset(new bool[ids.size()]);
-            grammar.test(ids.data(), ids.size(), fits.get());
-            const size_t at = std::find(fits.get(), fits.get() + ids.size(), true) - fits.get();
-            if (at < ids.size()) {
-                const arrival & winner = earliest[done + at];
-                const float  margin = done + at + 1 < earliest.size() ? (float) (earliest[done + at + 1].time - winner.time)
-                                                                      : std::numeric_limits<float>::infinity();
-                const float share = share_of_allowed(kept, allowed, best_allowed, lower, total, row[winner.id]);
-                out = { winner.id, share, margin, winner.time };
-                return KNAPSPEC_OK;
-            }
-            done = earliest.size();
-            if (all) {
-                // the best that is allowed has a weight of 1 and must be among them
-                return KNAPSPEC_DEAD_END;
-            }
+        if (!filtered && !all && first_allowed(s, before, best, floor, out)) {
+            return KNAPSPEC_OK;
+        }
+        if (!filtered && !all) {
+            gather_allowed(*s.grammar, allowed);
+        }
+        if (filtered && allowed.size() > (size_t) s.top_k) {
+            std::nth_element(allowed.begin(), allowed.begin() + s.top_k, allowed.end(), more_probable);
+            allowed.resize(s.top_k);
+        }
+    } else {
+        gather_allowed(*s.grammar, allowed);
+        if (allowed.empty()) {
+            return KNAPSPEC_DEAD_END;
         }
     }
-
-    first.clear();
-    for (const candidate & c : chosen) {
-        first.push_back(c.id);
-    }
-    std::sort(first.begin(), first.end());
-    if (narrow) {
-        most_probable_allowed(grammar, s.top_k, kept, chosen);
-        chosen.resize(std::min<size_t>(chosen.size(), s.top_k));
-    } else {
-        gather(LOWEST, std::numeric_limits<float>::infinity(), chosen);
-        keep_allowed(grammar, chosen);
-    }
-    if (chosen.empty()) {
-        return KNAPSPEC_DEAD_END;
-    }
     if (s.typical_p < 1.0f) {
-        keep_typical(chosen, s.typical_p);
+        keep_typical(allowed, s.typical_p);
     }
     if (!draws) {
-        out = best_of(chosen);
+        out = best_of(allowed);
         return KNAPSPEC_OK;
     }
     if (s.top_p < 1.0f) {
-        keep_top_p(chosen, s.top_p);
+        keep_top_p(allowed, s.top_p);
     }
     if (s.min_p > 0.0f) {
-        keep_min_p(chosen, s.min_p);
+        keep_min_p(allowed, s.min_p);
+    }
+    for (candidate & c : allowed) {
+        const bool raced = filtered ? std::binary_search(first.begin(), first.end(), c.id) : c.logit >= floor;
+        c.key = raced ? 1.0f : 0.0f;
     }
     outcome moved = before;
-    moved.log_time += ((double) best_logit(chosen) - best)*draw_inverse;
-    out = race(chosen, &moved);
+    moved.log_time += ((double) best_logit(allowed) - best)*draw_inverse;
+    out = race(allowed, &moved);
     return KNAPSPEC_OK;
 }
 
@@ -821,7 +837,7 @@ int32_t knapspec_sampler::pick(
                     keep_min_p(chosen, s.min_p);
                 }
             }
-            found = draws ? race(chosen, nullptr) : best_of(chosen);
+            found = draws ? race(chosen) : best_of(chosen);
             // onto the scale of the row
             found.log_time -= ((double) best_logit(chosen) - best)*draw_inverse;
         }

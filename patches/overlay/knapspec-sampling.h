@@ -42,7 +42,7 @@ public:
         float       logit;
         llama_token id;
         float       weight; // exp(logit - best), at the temperature of the filters
-        float       key;    // distance from the typical logit
+        float       key;    // distance from the typical logit; in a second race: whether it was in the first
     };
     using candidates = std::vector<candidate>;
 
@@ -74,6 +74,7 @@ private:
     candidates               chosen;  // what the filters left
     candidates               kept;    // scratch
     candidates               allowed; // by the grammar, of those
+    std::vector<llama_token> ids;     // scratch
     std::vector<llama_token> first;   // tokens of the first race, ascending
 
     void change(float * logits, const knapspec_sampling & sampling, const llama_token * text, size_t n_text);
@@ -91,12 +92,14 @@ private:
     void keep_min_p(candidates & list, float p);
 
     outcome best_of(const candidates & list);
-    outcome race(const candidates & list, const outcome * before);
+    outcome race(const candidates & list, const outcome * before = nullptr);
     outcome race_row(float best, float floor);
     outcome argmax_of_row(float first, float second, llama_token top);
 
     void    keep_allowed(knapspec_grammar & grammar, candidates & list);
-    void    most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out);
+    void    gather_allowed(knapspec_grammar & grammar, candidates & out);
+    bool    most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out);
+    bool    first_allowed(const knapspec_sampling & s, const outcome & before, float best, float floor, outcome & out);
     float   share_of_allowed(
             const candidates & tested, const candidates & allowed, float best, float floor, double total, float logit) const;
     int32_t again(const knapspec_sampling & sampling, const outcome & before, float best, float floor, outcome & out);
