@@ -205,7 +205,7 @@ def run(
       knapspec-edge run base-model.gguf --raw "Once upon a time" --json
     """
     from .apps import run as app
-    from .apps.summary import statistics_line
+    from .apps.summary import form_notice, statistics_line
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
@@ -247,6 +247,8 @@ def run(
                     f"the context of {engine.n_ctx} tokens is full and the answer was cut; --ctx N "
                     "makes room for more"
                 )
+            if (cut := form_notice(answer)) is not None:
+                terminal.notice(cut)
             if not as_json:
                 terminal.notice(statistics_line(answer))
             return exit_code

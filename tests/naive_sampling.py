@@ -40,6 +40,7 @@ class Nudge:
     typical_p: float = 0.0
     entropy: float = 0.0
     min_p: float = 0.0
+    near_is_equal: bool = False  # of what is about as typical, the more probable comes first
 
 
 EXACT = Nudge()
@@ -113,7 +114,8 @@ def candidates(
         with np.errstate(divide="ignore"):
             surprise = -np.log(p)
         entropy = float(sum(a * b for a, b in zip(p, surprise, strict=True) if a > 0))
-        order = np.argsort(np.abs(surprise - (entropy + nudge.entropy)), kind="stable")
+        distance = np.abs(surprise - (entropy + nudge.entropy))
+        order = np.argsort(distance.round(5) if nudge.near_is_equal else distance, kind="stable")
         total, n = 0.0, 0
         while n < len(order):
             total += p[order[n]]
@@ -288,6 +290,7 @@ def nudges(sampling: Sampling, size: float = 2e-6) -> Iterator[Nudge]:
             both if typical else (0.0,),
             # logits of 60 have an ulp of 4e-6; at 1 only the best is left, exactly
             (-1e-5, 1e-5) if 0 < sampling.min_p < 1 else (0.0,),
+            (False, True) if typical else (False,),
         )
     )
 

@@ -573,6 +573,17 @@ def test_filters_without_effect_and_keywords_without_are_said(opened: Opened) ->
     assert result.exit_code == 0
 
 
+def test_an_answer_cut_before_its_form_was_complete_is_said(opened: Opened) -> None:
+    opened.make = lambda: scripted_engine(lambda _: f'"{"x" * 50}"')
+    form = ("run", "hello", "-v", "--json-schema", '{"type": "string"}')
+    cut = "cut before it was all that the JSON schema asks for"
+    assert cut in invoke(*form, "--max-tokens", "9").stderr
+    assert cut not in invoke(*form).stderr
+    assert cut not in invoke("run", "hello", "-v", "--max-tokens", "3").stderr
+    talk = ("chat", "-v", "--json-schema", '{"type": "string"}', "--max-tokens", "9")
+    assert cut in invoke(*talk, pipe="a").stderr
+
+
 def test_chat_takes_the_same_options(opened: Opened) -> None:
     result = invoke("chat", "--json-schema", '{"enum": ["x", "y"]}', "--preset", "paper", pipe="a")
     assert result.exit_code == 0

@@ -19,7 +19,7 @@ from ..records import Sampling
 from ..sampling import OFF, PRESETS, VALUES, differences, parse_bias
 from ..text.grammar import read_grammar, read_schema
 from ..text.templates import Message
-from .summary import statistics_table
+from .summary import form_notice, statistics_table
 
 _OTHER_NAMES = (
     "preset", "logit-bias", "grammar", "json-schema", "seed", "max-tokens", "stop", "spec",
@@ -137,6 +137,8 @@ class Conversation:
                 f"the context of {self.last.n_ctx} tokens is full and the answer was cut; /clear "
                 "starts afresh, --ctx N makes room for more"
             )
+        if (cut := form_notice(self.last)) is not None:
+            found.append(cut)
         return found
 
     # -- commands

@@ -85,6 +85,13 @@ def form_name(answer: Answer) -> str:
     return "grammar" if answer.settings.json_schema is None else "JSON schema"
 
 
+def form_notice(answer: Answer) -> str | None:
+    """What to say where an answer was cut before its form was complete; None otherwise."""
+    if answer.sampling.grammar is None or answer.finish_reason != "length":
+        return None
+    return f"the answer was cut before it was all that the {form_name(answer)} asks for"
+
+
 def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
     """The object of `run --json`; llama.cpp's names where it has one."""
     stats = answer.stats
