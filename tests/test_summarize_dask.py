@@ -475,6 +475,18 @@ def test_without_the_extra_it_says_how_to_install_it(
     assert "pip install 'knapspec-edge[dask]'" in error_line(result)
 
 
+def test_devices_of_workers_are_not_chosen_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KNAPSPEC_EDGE_RPC_SERVERS", "")
+    Path("a.txt").write_text("A hare hid.")
+    arguments = ["summarize", "m.gguf", "a.txt", "--dask", "local:1", "--rpc", "a:1"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert "--rpc and --dask exclude each other" in error_line(result)
+
+
 def test_files_among_the_options_travel_with_their_contents(tmp_path: Path) -> None:
     plan, template = tmp_path / "plan.json", tmp_path / "chat.jinja"
     plan.write_text("{}")

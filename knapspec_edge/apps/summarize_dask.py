@@ -440,7 +440,8 @@ class Cluster(Closing):
 
     def _failure(self, piece: _Piece, error: str) -> Record:
         document = piece.document
-        return summarize.failure(document.name, error, sha256=document.sha256, kind=document.kind)
+        known = {"sha256": document.sha256, "kind": document.kind}
+        return {**summarize.failure(document.name, error), **known}
 
     # -- Dask
 
