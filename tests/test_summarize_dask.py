@@ -26,6 +26,7 @@ from knapspec_edge.apps.summarize_prompts import Request
 from knapspec_edge.cli import cli
 from knapspec_edge.config import DEFAULTS
 from knapspec_edge.errors import ClusterError, UsageError
+from knapspec_edge.native import threads
 from knapspec_edge.text.documents import find
 
 pytest.importorskip("distributed")
@@ -462,6 +463,18 @@ def test_addresses_that_make_no_sense(wrong: str) -> None:
 def test_addresses_and_local_workers_are_told_apart() -> None:
     assert summarize_dask.local_workers("local:3") == 3
     assert summarize_dask.local_workers("localhost:8786") is None
+
+
+def test_local_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "default_threads", lambda: 8)
+    order = summarize_dask.order("m.gguf", Request(), {"threads": None})
+    assert [summarize_dask.share_threads(order, n).options["threads"] for n in (1, 3, 16)] == [
+        8,
+        2,
+        1,
+    ]
+    asked = summarize_dask.order("m.gguf", Request(), {"threads": 5})
+    assert summarize_dask.share_threads(asked, 2).options["threads"] == 5
 
 
 def test_without_the_extra_it_says_how_to_install_it(
