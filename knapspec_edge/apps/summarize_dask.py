@@ -553,14 +553,17 @@ def _connect(
     import dask
 
     if n_local is not None:
-        cluster = distributed.LocalCluster(
-            n_workers=n_local,
-            threads_per_worker=1,
-            dashboard_address=None,
-            memory_limit=0,  # the pages of the model's file would count
-            silence_logs=logging.CRITICAL,
-            preload=[_IGNORE_INTERRUPTS],
-        )
+        try:
+            cluster = distributed.LocalCluster(
+                n_workers=n_local,
+                threads_per_worker=1,
+                dashboard_address="127.0.0.1:0",  # the usual port may be another cluster's
+                memory_limit=0,  # the pages of the model's file would count
+                silence_logs=logging.CRITICAL,
+                preload=[_IGNORE_INTERRUPTS],
+            )
+        except (OSError, RuntimeError) as error:
+            raise ClusterError(f"local workers cannot be started: {_reason(error)}") from None
         resources.callback(cluster.close)
         client = distributed.Client(cluster, set_as_default=False)
     else:
