@@ -115,7 +115,7 @@ def agreement(p: NDArray[np.float64], q: NDArray[np.float64]) -> Agreement:
     p, q = p[either], q[either]
     with np.errstate(divide="ignore"):
         ratio = p / q
-    order = np.argsort(-ratio, kind="stable")
+    order = np.argsort(-ratio)
     p, q = p[order], q[order]
     # tokens up to j count with p, those behind it with q; of equal ratios either way is the same
     above = np.cumsum(p)
