@@ -94,6 +94,11 @@ def softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return weights / weights.sum()
 
 
+def until(reached: NDArray[np.bool_]) -> int:
+    """How many there are up to the first that is true, that one included; all if none is."""
+    return int(np.argmax(reached)) + 1 if reached.any() else len(reached)
+
+
 def candidates(
     row: NDArray[np.float32], sampling: Sampling, nudge: Nudge = EXACT
 ) -> NDArray[np.intp]:
@@ -113,24 +118,13 @@ def candidates(
         p = softmax(scaled())
         with np.errstate(divide="ignore"):
             surprise = -np.log(p)
-        entropy = float(sum(a * b for a, b in zip(p, surprise, strict=True) if a > 0))
+        entropy = float((p[p > 0] * surprise[p > 0]).sum())
         distance = np.abs(surprise - (entropy + nudge.entropy))
         order = np.argsort(distance.round(5) if nudge.near_is_equal else distance, kind="stable")
-        total, n = 0.0, 0
-        while n < len(order):
-            total += p[order[n]]
-            n += 1
-            if total > sampling.typical_p + nudge.typical_p:
-                break
+        n = until(np.cumsum(p[order]) > sampling.typical_p + nudge.typical_p)
         tokens = tokens[np.sort(order[:n])]
     if sampling.top_p < 1:
-        total, n = 0.0, 0
-        for share in softmax(scaled()):
-            total += share
-            n += 1
-            if total >= sampling.top_p + nudge.top_p:
-                break
-        tokens = tokens[:n]
+        tokens = tokens[: until(np.cumsum(softmax(scaled())) >= sampling.top_p + nudge.top_p)]
     if sampling.min_p > 0:
         values = scaled()
         kept = values >= values[0] + math.log(min(sampling.min_p, 1.0)) + nudge.min_p
