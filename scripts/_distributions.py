@@ -85,13 +85,10 @@ def distribution(
     """Probability f64 [n_vocab] of each token to be picked, over all seeds."""
     row = adjusted(logits, sampling, history)
     shares = np.zeros(len(row))
+    left = candidates(row, sampling)
     if sampling.temperature <= 0.0:
-        # only typical can drop the most probable token
-        only = Sampling(typical_p=sampling.typical_p)
-        left = candidates(row, only)
         shares[left[np.argmax(row[left])]] = 1.0
         return shares
-    left = candidates(row, sampling)
     shares[left] = _softmax(row[left].astype(np.float64) / float(np.float32(sampling.temperature)))
     return shares
 
