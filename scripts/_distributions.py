@@ -35,7 +35,8 @@ def adjusted(
     repeat = np.float32(sampling.repeat_penalty)
     for token, count in Counter(window).items():
         row[token] = row[token] * repeat if row[token] <= 0.0 else row[token] / repeat
-        row[token] -= np.float32(count * sampling.frequency_penalty + sampling.presence_penalty)
+        frequency = np.float32(count) * np.float32(sampling.frequency_penalty)
+        row[token] -= frequency + np.float32(sampling.presence_penalty)
     return row
 
 
