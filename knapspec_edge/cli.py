@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
-from .cli_options import LOGPROBS_OPTION, PREFIX, SAMPLING_OPTIONS, F, sampling_settings
-from .cli_options import Number as _Number
-from .cli_options import option as _option
-from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
+from .cli_open import confirm_licence, fetch_progress, obtain, open_model
+from .cli_options import (
+    ACCEPT_LICENCE,
+    ANSWER_OPTIONS,
+    GPU_LAYERS,
+    KV_TYPES,
+    LOGPROBS_OPTION,
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    PREFIX,
+    THREADS,
+    Number,
+    answer_settings,
+    check_text,
+    option,
+    with_options,
+)
+from .cli_summarize import summarize
+from .config import CTX_TOKENS_MAX, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .engine import Engine
-    from .models import Model
-    from .models import Progress as FetchProgress
-    from .sampling import Settings
     from .terminal import Terminal
 
 PROGRAM = "knapspec-edge"
 EXIT_INTERRUPTED = 130
 EXIT_USAGE = 2
-
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 class _Group(click.Group):
@@ -103,96 +110,6 @@ def _discard_output(stream: TextIO | None) -> None:
         os.close(nowhere)
 
 
-def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    if value == "auto":
-        return None
-    if not value.isdecimal():
-        raise click.BadParameter(f"{value!r} is neither auto nor a number of layers")
-    return min(int(value), GPU_LAYERS_MAX)  # as many as there are
-
-
-_THREADS = _option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads.")
-_GPU_LAYERS = _option(
-    "--gpu-layers",
-    callback=_gpu_layers,
-    default="auto",
-    show_default=True,
-    metavar="auto|N",
-    help="Layers on the GPU.",
-)
-_ACCEPT_LICENCE = _option(
-    "--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."
-)
-_MODEL_OPTIONS = (
-    _option("--ctx", type=click.IntRange(1, CTX_TOKENS_MAX), help="Context size in tokens."),
-    _THREADS,
-    _GPU_LAYERS,
-    _option(
-        "--kv-type",
-        type=click.Choice((*KV_TYPES, "auto")),
-        default="f16",
-        show_default=True,
-        metavar="TYPE",
-        help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, the fastest that "
-        "`profile --kv-type auto` found.",
-    ),
-    _option(
-        "--flash-attn",
-        type=click.Choice(["auto", "on", "off"]),
-        default="auto",
-        show_default=True,
-        help="Flash attention; auto takes what `profile` found best, or llama.cpp's choice.",
-    ),
-    _option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
-    _ACCEPT_LICENCE,
-)
-_ANSWER_OPTIONS = (
-    _option(
-        "--spec",
-        default="auto",
-        show_default=True,
-        metavar="auto|on|off|FILE",
-        help="Speculation: where it pays, always, never, or by a plan file.",
-    ),
-    _option(
-        "--policy",
-        type=click.Choice(POLICIES),
-        default=POLICIES[0],
-        show_default=True,
-        help="How drafts are planned; knapspec-paper is the published method, which never goes "
-        "off, for comparison.",
-    ),
-    *SAMPLING_OPTIONS,
-    _option("--seed", type=int, help="Seed of the sampler; -1 or none: a random one, shown."),
-    _option("--max-tokens", type=click.IntRange(1), help="Longest answer in tokens."),
-    _option(
-        "--stop",
-        multiple=True,
-        metavar="TEXT",
-        help="End the answer before TEXT (\\\\n is a newline); repeatable.",
-    ),
-    _option("--system", metavar="TEXT", help="System prompt."),
-)
-_OUTPUT_OPTIONS = (
-    _option("--quiet", "-q", is_flag=True, help="No notices, statistics or progress."),
-    _option(
-        "--verbose",
-        "-v",
-        is_flag=True,
-        help="Notices and statistics even where standard error is not a terminal.",
-    ),
-)
-
-
-def _with(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    def add(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         from . import __version__
@@ -222,7 +139,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
-@_with(*_MODEL_OPTIONS, *_ANSWER_OPTIONS, *_OUTPUT_OPTIONS)
+@with_options(*MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
 def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
     """Talk to a model. MODEL is a GGUF file or a name from `knapspec-edge models list`; without it
     the demo model is used, and fetched the first time.
@@ -240,10 +157,10 @@ def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    settings = _settings(options)
+    settings = answer_settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
     try:
-        with _open(model, options, terminal, needs_template=True) as engine:
+        with open_model(model, options, terminal, needs_template=True) as engine:
             conversation = Conversation(
                 engine, settings, system=options["system"], progress=terminal.progress
             )
@@ -261,7 +178,7 @@ def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
 @click.option("--raw", is_flag=True, help="Complete the prompt as it is, without chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @LOGPROBS_OPTION
-@_with(*_MODEL_OPTIONS, *_ANSWER_OPTIONS, *_OUTPUT_OPTIONS)
+@with_options(*MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
 def run(
     arguments: tuple[str, ...],
     file: str | None,
@@ -294,10 +211,10 @@ def run(
     terminal = Terminal(quiet=quiet, verbose=verbose)
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs are shown in the object of --json alone; add --json")
-    settings = _settings(options, logprobs=logprobs)
+    settings = answer_settings(options, logprobs=logprobs)
     settings.sampling()
     model, instruction = _model_and_prompt(arguments)
-    _check_text("the prompt", instruction)
+    check_text("the prompt", instruction)
     # Everything that can be wrong with the request is found before a model is fetched or loaded.
     request = app.Request(
         app.join_prompt(instruction, _content(file)),
@@ -306,7 +223,7 @@ def run(
     )
     try:
         expected = app.expected_tokens(request, settings)
-        with _open(model, options, terminal, expected_tokens=expected) as engine:
+        with open_model(model, options, terminal, expected_tokens=expected) as engine:
             answer = app.answer(engine, request, settings, progress=terminal.progress)
             for notice in answer.notices:
                 terminal.notice(notice)
@@ -410,7 +327,7 @@ def doctor(model: str | None, as_json: bool) -> int:
 )
 @click.option(
     "--cooldown",
-    type=_Number(0.0, 86400.0),
+    type=Number(0.0, 86400.0),
     default=0.0,
     show_default=True,
     metavar="SECONDS",
@@ -424,7 +341,7 @@ def doctor(model: str | None, as_json: bool) -> int:
     show_default=True,
     help="Form of the report.",
 )
-@_with(*_MODEL_OPTIONS, *_OUTPUT_OPTIONS)
+@with_options(*MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def bench(
     model: str | None,
     plans: tuple[str, ...],
@@ -466,7 +383,7 @@ def bench(
     report = None
     exit_code = 0
     try:
-        with _open(model, options, terminal, spec="off") as engine:
+        with open_model(model, options, terminal, spec="off") as engine:
             try:
                 for report in app.run(  # noqa: B007  (the last one is printed)
                     engine,
@@ -490,22 +407,22 @@ def bench(
 
 @cli.command()
 @click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
-@_option(
+@option(
     "--ctx",
     type=click.IntRange(1, CTX_TOKENS_MAX),
     help="Longest context to measure, in tokens; without it what the model and the memory "
     "allow, at most 32768.",
 )
-@_option(
+@option(
     "--budget",
-    type=_Number(1.0, 86400.0),
+    type=Number(1.0, 86400.0),
     metavar="SECONDS",
     help="Time to measure for; without it as long as the model's size needs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
-@_with(_THREADS, _GPU_LAYERS)
-@_option(
+@with_options(THREADS, GPU_LAYERS)
+@option(
     "--kv-type",
     type=click.Choice((*KV_TYPES, "auto")),
     default="f16",
@@ -514,14 +431,14 @@ def bench(
     help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, which compares f16 and "
     "q8_0.",
 )
-@_option(
+@option(
     "--flash-attn",
     type=click.Choice(["auto", "on", "off"]),
     default="auto",
     show_default=True,
     help="Flash attention; auto compares both.",
 )
-@_with(_ACCEPT_LICENCE, *_OUTPUT_OPTIONS)
+@with_options(ACCEPT_LICENCE, *OUTPUT_OPTIONS)
 def profile(
     model: str | None,
     budget: float | None,
@@ -558,7 +475,7 @@ def profile(
         # What cannot be drawn is said before minutes are spent on measuring it.
         plots.check(drawing)
     try:
-        path = _obtain(model, options, terminal)
+        path = obtain(model, options, terminal)
         report = app.run(
             path,
             app.Options(
@@ -591,14 +508,14 @@ def profile(
 
 @cli.command()
 @click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
-@_option(
+@option(
     "--at",
     "at_tokens",
     type=click.IntRange(2, CTX_TOKENS_MAX),
     metavar="N",
     help="Context to plan for, in tokens; 1024 without it.",
 )
-@_option(
+@option(
     "--policy",
     type=click.Choice(POLICIES),
     default=POLICIES[0],
@@ -606,21 +523,21 @@ def profile(
     help="What proposes plans: knapsack and search over hidden states, or the latter alone, as "
     "published. All are judged alike.",
 )
-@_option(
+@option(
     "--budget",
-    type=_Number(1.0, 86400.0),
+    type=Number(1.0, 86400.0),
     metavar="SECONDS",
     help="Time to measure for where nothing is kept; without it as long as the context needs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
-@_option(
+@option(
     "--certify",
     is_flag=True,
     help="Also show at how many positions the cosine of the states alone guarantees the token.",
 )
 @click.option("--save", metavar="FILE", help="Write the best draft as a plan file for --spec FILE.")
-@_with(*_MODEL_OPTIONS, *_OUTPUT_OPTIONS)
+@with_options(*MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def plan(
     model: str | None,
     at_tokens: int | None,
@@ -664,7 +581,7 @@ def plan(
     if plan_file is not None:
         files.check_writable(plan_file, "the plan")
     try:
-        path = _obtain(model, options, terminal)
+        path = obtain(model, options, terminal)
         report = app.run(
             path,
             app.Options(
@@ -744,8 +661,8 @@ def models_list(as_json: bool) -> None:
 
 @models.command("get")
 @click.argument("name", required=False)
-@_option("--accept-licence", is_flag=True, help="Accept the model's licence.")
-@_with(*_OUTPUT_OPTIONS)
+@option("--accept-licence", is_flag=True, help="Accept the model's licence.")
+@with_options(*OUTPUT_OPTIONS)
 def models_get(name: str | None, accept_licence: bool, quiet: bool, verbose: bool) -> None:
     """Fetch a model into the cache and print its path; without NAME, the demo model.
 
@@ -761,8 +678,8 @@ def models_get(name: str | None, accept_licence: bool, quiet: bool, verbose: boo
         path = app.get(
             name,
             accept_licence=accept_licence,
-            confirm=_confirm_licence(terminal),
-            progress=_fetch_progress(terminal),
+            confirm=confirm_licence(terminal),
+            progress=fetch_progress(terminal),
         )
     finally:
         terminal.clear_progress()
@@ -785,7 +702,7 @@ def models_path(name: str | None) -> None:
 
 @models.command("rm")
 @click.argument("name")
-@_with(*_OUTPUT_OPTIONS)
+@with_options(*OUTPUT_OPTIONS)
 def models_rm(name: str, quiet: bool, verbose: bool) -> None:
     """Remove a model from the cache.
 
@@ -803,79 +720,10 @@ def models_rm(name: str, quiet: bool, verbose: bool) -> None:
     terminal.notice(f"freed {removed.freed_bytes / 1e6:.0f} MB")
 
 
+cli.add_command(summarize)
+
+
 # -- helpers
-
-
-def _settings(options: dict[str, Any], *, logprobs: int | None = None) -> Settings:
-    from .sampling import Settings
-
-    _check_text("--system", options["system"])
-    for text in options["stop"]:
-        _check_text("--stop", text)
-    return Settings(
-        seed=options["seed"],
-        max_tokens=options["max_tokens"],
-        stop=tuple(_unescaped(text) for text in options["stop"]),
-        logprobs=logprobs,
-        **sampling_settings(options),
-    )
-
-
-def _check_text(name: str, text: str | None) -> None:
-    """Raises UsageError for bytes that the shell passed on but that are no text."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{name} is not UTF-8 text") from None
-
-
-def _unescaped(text: str) -> str:
-    """A stop string as typed in a shell, where a newline is hard to write."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _obtain(model: str | None, options: dict[str, Any], terminal: Terminal) -> Path:
-    """The model's file, fetched if need be; without a MODEL the demo's."""
-    from . import models as store
-
-    return store.obtain(
-        model or store.default_model().name,
-        accept_licence=options["accept_licence"],
-        confirm=_confirm_licence(terminal),
-        progress=_fetch_progress(terminal),
-    )
-
-
-def _open(
-    model: str | None,
-    options: dict[str, Any],
-    terminal: Terminal,
-    *,
-    spec: str | None = None,
-    needs_template: bool = False,
-    expected_tokens: int | None = None,
-) -> Engine:
-    """Fetch the model if need be, open it, and say what there is to be warned of."""
-    from .engine import Engine
-
-    engine = Engine.open(
-        _obtain(model, options, terminal),
-        ctx=options["ctx"],
-        threads=options["threads"],
-        gpu_layers=options["gpu_layers"],
-        kv_type=options["kv_type"],
-        flash_attn=options["flash_attn"],
-        spec=spec or options["spec"],
-        policy=options.get("policy", POLICIES[0]),
-        template=options["template"],
-        needs_template=needs_template,
-        expected_tokens=expected_tokens,
-        progress=terminal.progress,
-    )
-    terminal.clear_progress()
-    for warning in dict.fromkeys(engine.take_warnings()):  # said for each thing it could not keep
-        terminal.warning(warning)
-    return engine
 
 
 def _print_object(terminal: Terminal, data: dict[str, Any]) -> None:
@@ -948,30 +796,6 @@ def _content(file: str | None) -> str | None:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError:
         raise UsageError(f"{name} is not UTF-8 text") from None
-
-
-def _confirm_licence(terminal: Terminal) -> Callable[[Model], bool] | None:
-    """How to ask about a licence; None where nobody can be asked."""
-    from .terminal import is_terminal
-
-    if not (is_terminal(sys.stdin) and terminal.err_is_terminal):
-        return None
-
-    def ask(model: Model) -> bool:
-        terminal.clear_progress()
-        click.echo(f"{model.name} is under the {model.licence.title}:\n", err=True)
-        click.echo(f"{model.licence.terms}\n\n{model.licence.url}\n", err=True)
-        return click.confirm("Do you accept it?", default=False, err=True)
-
-    return ask
-
-
-def _fetch_progress(terminal: Terminal) -> Callable[[FetchProgress], None]:
-    def report(step: FetchProgress) -> None:
-        share = step.done_bytes / step.total_bytes if step.total_bytes else None
-        terminal.progress(step.stage, share)
-
-    return report
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
+from .errors import UsageError
 from .sampling import (
     DEFAULT_PRESET,
     MAX_COUNT,
@@ -17,7 +19,11 @@ from .sampling import (
     parse_bias,
 )
 
+if TYPE_CHECKING:
+    from .sampling import Settings
+
 PREFIX = "KNAPSPEC_EDGE_"
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,3 +126,121 @@ def sampling_settings(options: dict[str, Any]) -> dict[str, Any]:
     if options["json_schema"] is not None:
         given["json_schema"] = grammar.read_schema(options["json_schema"])
     return given
+
+
+def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    if value == "auto":
+        return None
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither auto nor a number of layers")
+    return min(int(value), GPU_LAYERS_MAX)  # as many as there are
+
+
+THREADS = option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads.")
+GPU_LAYERS = option(
+    "--gpu-layers",
+    callback=_gpu_layers,
+    default="auto",
+    show_default=True,
+    metavar="auto|N",
+    help="Layers on the GPU.",
+)
+ACCEPT_LICENCE = option(
+    "--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."
+)
+MODEL_OPTIONS = (
+    option("--ctx", type=click.IntRange(1, CTX_TOKENS_MAX), help="Context size in tokens."),
+    THREADS,
+    GPU_LAYERS,
+    option(
+        "--kv-type",
+        type=click.Choice((*KV_TYPES, "auto")),
+        default="f16",
+        show_default=True,
+        metavar="TYPE",
+        help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, the fastest that "
+        "`profile --kv-type auto` found.",
+    ),
+    option(
+        "--flash-attn",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Flash attention; auto takes what `profile` found best, or llama.cpp's choice.",
+    ),
+    option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
+    ACCEPT_LICENCE,
+)
+ANSWER_OPTIONS = (
+    option(
+        "--spec",
+        default="auto",
+        show_default=True,
+        metavar="auto|on|off|FILE",
+        help="Speculation: where it pays, always, never, or by a plan file.",
+    ),
+    option(
+        "--policy",
+        type=click.Choice(POLICIES),
+        default=POLICIES[0],
+        show_default=True,
+        help="How drafts are planned; knapspec-paper is the published method, which never goes "
+        "off, for comparison.",
+    ),
+    *SAMPLING_OPTIONS,
+    option("--seed", type=int, help="Seed of the sampler; -1 or none: a random one, shown."),
+    option("--max-tokens", type=click.IntRange(1), help="Longest answer in tokens."),
+    option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help="End the answer before TEXT (\\\\n is a newline); repeatable.",
+    ),
+    option("--system", metavar="TEXT", help="System prompt."),
+)
+OUTPUT_OPTIONS = (
+    option("--quiet", "-q", is_flag=True, help="No notices, statistics or progress."),
+    option(
+        "--verbose",
+        "-v",
+        is_flag=True,
+        help="Notices and statistics even where standard error is not a terminal.",
+    ),
+)
+
+
+def with_options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    def add(command: F) -> F:
+        for add_one in reversed(options):
+            command = add_one(command)
+        return command
+
+    return add
+
+
+def answer_settings(options: dict[str, Any], *, logprobs: int | None = None) -> Settings:
+    from .sampling import Settings
+
+    check_text("--system", options["system"])
+    for text in options["stop"]:
+        check_text("--stop", text)
+    return Settings(
+        seed=options["seed"],
+        max_tokens=options["max_tokens"],
+        stop=tuple(_unescaped(text) for text in options["stop"]),
+        logprobs=logprobs,
+        **sampling_settings(options),
+    )
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Raises UsageError for bytes that the shell passed on but that are no text."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is not UTF-8 text") from None
+
+
+def _unescaped(text: str) -> str:
+    """A stop string as typed in a shell, where a newline is hard to write."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")

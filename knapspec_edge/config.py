@@ -72,6 +72,18 @@ class Config:
     drift_min_rounds: int = 16
     drift_bound: float = 0.3  # relative; beyond it, it is reported and measured again
 
+    # summaries
+    # A longer document is split: attention over longer prompts costs more than splitting does, and
+    # small models lose track in them.
+    summarize_ctx_tokens: int = 8192
+    summarize_part_words: int = 100  # of a part's summary, at least
+    # by other processes
+    summarize_idle_seconds: float = 900.0  # then a model is closed that nobody asks
+    dask_connect_seconds: float = 5.0  # for whatever a scheduler that is there answers at once
+    dask_poll_seconds: float = 0.5  # between two looks at which workers there are
+    dask_wait_seconds: float = 60.0  # without any worker; longer than it takes to start one again
+    dask_losses: int = 3  # of workers over one document, as often as Dask itself retries
+
     # first planner
     plan_floor_agreement: float = 0.75  # an item whose single skip agrees less is never skipped
     plan_rounding_error: float = 0.04  # of the cheapest sublayer's cost in whole units

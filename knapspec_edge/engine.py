@@ -202,6 +202,7 @@ class Engine(Closing):
         warnings: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
         policy: str = POLICIES[0],
+        expected_tokens: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.vocabulary = vocabulary
@@ -213,6 +214,7 @@ class Engine(Closing):
         self._machine = dict(machine or {})
         self._fingerprint: str | None = None
         self._clock = clock
+        self._expected_tokens = expected_tokens or config.expected_context_tokens
         self.session = Session(backend, clock=clock)
         self.speculation = Speculation("off", "speculation was not asked for", "none")
         self.template_error: ModelError | None = None
@@ -343,6 +345,7 @@ class Engine(Closing):
                     warnings=warnings,
                     machine=machine,
                     policy=policy,
+                    expected_tokens=expected_tokens,
                 )
                 engine.device = native.describe_device(backend)
                 if best is not None:
@@ -439,7 +442,7 @@ class Engine(Closing):
         policy = OnlinePlanner(
             self.backend, book, drift, forced=spec == "on", config=self.config, clock=self._clock
         )
-        policy.prepare(min(self.config.expected_context_tokens, self.n_ctx))
+        policy.prepare(min(self._expected_tokens, self.n_ctx))
         return policy
 
     def _keep_learned(self) -> None:

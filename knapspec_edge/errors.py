@@ -35,6 +35,10 @@ class DocumentError(KnapspecError):
     """An input is missing, damaged, protected, or holds no text that can be read."""
 
 
+class OutputError(KnapspecError):
+    """A result could not be written, such as on a full disk."""
+
+
 class ContextError(KnapspecError):
     """The prompt or the conversation does not fit the context."""
 
@@ -53,6 +57,10 @@ class NativeError(KnapspecError):
 
 class NoTokenError(NativeError):
     """A pass gave nothing to pick: no logit is a number, or the grammar allows no token there."""
+
+
+class ClusterError(KnapspecError):
+    """The machines that were to share a job are not there, or were lost."""
 
 
 class Interrupted(KnapspecError):

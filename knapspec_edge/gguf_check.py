@@ -14,7 +14,7 @@ import re
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -123,6 +123,8 @@ class GgufInfo:
     data_offset: int  # bytes; of the first file
     size_bytes: int  # of all files
     paths: tuple[Path, ...]  # all files, in order
+    # the scalar values, as text
+    metadata: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def n_splits(self) -> int:
@@ -355,7 +357,13 @@ def inspect(path: str | os.PathLike[str]) -> GgufInfo:
         data_offset=first.data_offset,
         size_bytes=sum(h.size_bytes for h in headers),
         paths=tuple(paths),
+        metadata={key: _as_text(value) for key, value in first.values.items()},
     )
+
+
+def _as_text(value: int | float | bool | str) -> str:
+    """As llama.cpp writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def find_tensor(info: GgufInfo, name: str) -> Tensor | None:

@@ -38,6 +38,7 @@ _STAGES = {
     "wait": "waiting for another download of the same model",
     "download": "downloading",
     "write": "unpacking",
+    "workers": "waiting for workers",
 }
 
 
@@ -151,6 +152,15 @@ class Terminal:
         if self._progress is not None:
             self._progress.update(_STAGES.get(stage, stage), share)
 
+    def job_progress(self, text: str, share: float, elapsed_seconds: float) -> None:
+        """How far a job of many pieces is, which has taken so long; `text` says what it is doing.
+        Unlike a stage it goes on after something else was shown."""
+        if self._progress is not None:
+            from rich.markup import escape
+
+            left = remaining_seconds(share, elapsed_seconds)
+            self._progress.update("job", share, escape(text.translate(_UNSAFE)), left)
+
     def clear_progress(self) -> None:
         if self._progress is not None:
             self._progress.clear()
@@ -203,11 +213,19 @@ class _ProgressLine:
         self._lock = threading.RLock()
         self._stage: str | None = None
         self._share: float | None = None
+        self._text = ""
         self._timer: threading.Timer | None = None
         self._bar: Any = None
         self._task: Any = None
 
-    def update(self, stage: str, share: float | None) -> None:
+    def update(
+        self,
+        stage: str,
+        share: float | None,
+        text: str | None = None,
+        left_seconds: float | None = None,
+    ) -> None:
+        """`text` stands for the stage's name, and then the caller knows the remaining time."""
         with self._lock:
             if stage != self._stage:
                 self.clear()
@@ -220,8 +238,11 @@ class _ProgressLine:
                 self._timer.start()
             self._share = share
             now = self._clock()
-            left = None if share is None else remaining_seconds(share, now - self._begun)
+            left = left_seconds
+            if text is None and share is not None:
+                left = remaining_seconds(share, now - self._begun)
             self._end = None if left is None else now + left
+            self._text = text or stage
             self._refresh()
 
     def left(self) -> str:
@@ -274,7 +295,7 @@ class _ProgressLine:
             if self._stage != stage or self._bar is not None:
                 return
             self._bar = bar
-            self._task = bar.add_task(stage, total=None, percent="")
+            self._task = bar.add_task(self._text, total=None, percent="")
             self._refresh()
             bar.start()
 
@@ -282,8 +303,12 @@ class _ProgressLine:
         if self._bar is None:
             return
         if self._share is None:
-            self._bar.update(self._task, total=None, percent="")
+            self._bar.update(self._task, description=self._text, total=None, percent="")
         else:
             self._bar.update(
-                self._task, total=1.0, completed=self._share, percent=f"{self._share:4.0%}"
+                self._task,
+                description=self._text,
+                total=1.0,
+                completed=self._share,
+                percent=f"{self._share:4.0%}",
             )

@@ -40,6 +40,7 @@ class Nudge:
     typical_p: float = 0.0
     entropy: float = 0.0
     min_p: float = 0.0
+    near_is_equal: bool = False  # of what is about as typical, the more probable comes first
 
 
 EXACT = Nudge()
@@ -93,6 +94,11 @@ def softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return weights / weights.sum()
 
 
+def until(reached: NDArray[np.bool_]) -> int:
+    """How many there are up to the first that is true, that one included; all if none is."""
+    return int(np.argmax(reached)) + 1 if reached.any() else len(reached)
+
+
 def candidates(
     row: NDArray[np.float32], sampling: Sampling, nudge: Nudge = EXACT
 ) -> NDArray[np.intp]:
@@ -112,23 +118,13 @@ def candidates(
         p = softmax(scaled())
         with np.errstate(divide="ignore"):
             surprise = -np.log(p)
-        entropy = float(sum(a * b for a, b in zip(p, surprise, strict=True) if a > 0))
-        order = np.argsort(np.abs(surprise - (entropy + nudge.entropy)), kind="stable")
-        total, n = 0.0, 0
-        while n < len(order):
-            total += p[order[n]]
-            n += 1
-            if total > sampling.typical_p + nudge.typical_p:
-                break
+        entropy = float((p[p > 0] * surprise[p > 0]).sum())
+        distance = np.abs(surprise - (entropy + nudge.entropy))
+        order = np.argsort(distance.round(5) if nudge.near_is_equal else distance, kind="stable")
+        n = until(np.cumsum(p[order]) > sampling.typical_p + nudge.typical_p)
         tokens = tokens[np.sort(order[:n])]
     if sampling.top_p < 1:
-        total, n = 0.0, 0
-        for share in softmax(scaled()):
-            total += share
-            n += 1
-            if total >= sampling.top_p + nudge.top_p:
-                break
-        tokens = tokens[:n]
+        tokens = tokens[: until(np.cumsum(softmax(scaled())) >= sampling.top_p + nudge.top_p)]
     if sampling.min_p > 0:
         values = scaled()
         kept = values >= values[0] + math.log(min(sampling.min_p, 1.0)) + nudge.min_p
@@ -288,6 +284,7 @@ def nudges(sampling: Sampling, size: float = 2e-6) -> Iterator[Nudge]:
             both if typical else (0.0,),
             # logits of 60 have an ulp of 4e-6; at 1 only the best is left, exactly
             (-1e-5, 1e-5) if 0 < sampling.min_p < 1 else (0.0,),
+            (False, True) if typical else (False,),
         )
     )
 

@@ -27,7 +27,8 @@ LAYERS = (
     {"engine"},
     {"apps"},
     {"terminal"},
-    {"repl", "cli_options"},
+    {"repl", "cli_options", "cli_open"},
+    {"cli_summarize"},
     {"cli"},
     {"__main__", "__init__"},
 )
@@ -36,7 +37,7 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli", "cli_options"),
+    "click": ("cli", "cli_open", "cli_options", "cli_summarize"),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
     "matplotlib": ("apps/plots",),
@@ -45,6 +46,8 @@ FENCED = {
     "markdownify": ("text/documents/html",),
     "bs4": ("text/documents/html",),
     "chardet": ("text/documents/encodings",),
+    "distributed": ("apps/summarize_dask",),
+    "dask": ("apps/summarize_dask",),
 }
 
 # The loop and the planner work, and are tested, without the native library.
@@ -135,7 +138,7 @@ def test_fenced_packages_stay_in_their_place():
 
 
 def test_library_modules_do_not_print():
-    speakers = {"cli", "repl", "terminal"}
+    speakers = {"cli", "cli_summarize", "repl", "terminal"}
     for path in modules():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if label(path).split("/")[0] not in speakers and not is_program(tree):
@@ -166,7 +169,7 @@ def test_the_rules_notice_what_they_forbid():
 
 HEAVY = (
     "numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2", "matplotlib",
-    "pypdfium2", "mammoth", "markdownify", "bs4", "chardet",
+    "pypdfium2", "mammoth", "markdownify", "bs4", "chardet", "distributed", "dask",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from ..records import GREEDY, SubLayer
 from ..search import settings as best_settings
 from ..text.calibration import calibration_tokens, long_calibration_tokens
 from ..text.templates import ChatTemplate, choose_template
+from .memory import tokens_that_fit
 
 if TYPE_CHECKING:
     from ..native.context import LlamaBackend
@@ -259,23 +260,13 @@ class _Run:
 
     def _tokens_that_fit(self, kv_type: str) -> int:
         """Tokens whose keys and values there is memory to spare for; 0 where it is not known."""
-        from ..native import library
-        from ..native.context import kv_bytes_per_token
-
-        token_bytes = kv_bytes_per_token(self.model.metadata, self.model.architecture, kv_type)
-        return self._cache_bytes(library.devices()) // max(1, token_bytes)
-
-    def _cache_bytes(self, devices: Sequence[Mapping[str, Any]]) -> int:
-        """Memory for keys and values that nobody asked for; 0 where it is not known.
-
-        They lie where the layers do, and what is free there after loading has to do for the rest
-        of the context too.
-        """
-        gpus = [d for d in devices if "GPU" in d["type"] and self.model.gpu_layers != 0]
-        used = gpus or [d for d in devices if d["type"] == "CPU"]
-        most = self.config.profile_memory_share * sum(d["total_bytes"] for d in used)
-        free = sum(d["free_bytes"] for d in used)
-        return int(min(most, free / 2) if free else most)
+        return tokens_that_fit(
+            self.model.metadata,
+            self.model.architecture,
+            kv_type,
+            on_gpu=self.model.gpu_layers != 0,
+            config=self.config,
+        )
 
     @contextmanager
     def _context(

@@ -246,7 +246,7 @@ def test_a_bias_equals_the_twin(
     settings=penalties,
     seed=st.integers(0, MASK),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_all_together_equal_the_twin(
     doubts: Doubts,
     data: st.DataObject,
