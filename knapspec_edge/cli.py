@@ -29,6 +29,7 @@ from .cli_options import (
 from .cli_summarize import summarize
 from .config import CTX_TOKENS_MAX, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
+from .native.giving_up import on_abort
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,6 +47,8 @@ class _Group(click.Group):
         kwargs["standalone_mode"] = False
         kwargs.setdefault("prog_name", PROGRAM)
         _occupy_standard_streams()
+        if not _debugging():
+            on_abort(_give_up)
         try:
             result = super().main(*args, **kwargs)
             if sys.stdout is not None:
@@ -65,12 +68,12 @@ class _Group(click.Group):
         except Interrupted as error:
             sys.exit(error.exit_code)
         except KnapspecError as error:
-            if os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0"):
+            if _debugging():
                 raise
             _fail(str(error), error.exit_code)
         except OSError as error:
             # A full disk or a broken device, wherever it shows, is no fault of ours.
-            if os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0"):
+            if _debugging():
                 raise
             where = f"{error.filename}: " if error.filename is not None else "cannot write: "
             _discard_output(sys.stdout)
@@ -83,6 +86,22 @@ def _fail(message: str, exit_code: int) -> NoReturn:
     except OSError:  # nobody can be told; the exit code still says it
         _discard_output(sys.stderr)
     sys.exit(exit_code)
+
+
+def _debugging() -> bool:
+    return os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0")
+
+
+def _give_up(reason: str) -> NoReturn:
+    """One line in place of a backtrace, from any thread, where native code ends the process."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        line = f"{PROGRAM}: error: {reason}\n"
+        if sys.stderr.isatty():
+            line = f"\n\x1b[?25h{line}"  # below a progress bar, which hides the cursor
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _occupy_standard_streams() -> None:

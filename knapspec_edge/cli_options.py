@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,6 +137,15 @@ def _gpu_layers(ctx: click.Context, param: click.Parameter, value: str) -> int |
     return min(int(value), GPU_LAYERS_MAX)  # as many as there are
 
 
+def _rpc(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Through the environment: it has to be known when the library is loaded."""
+    if value:
+        from .native.rpc import SERVERS, named_servers
+
+        named_servers(value)
+        os.environ[SERVERS] = value
+
+
 THREADS = option("--threads", type=click.IntRange(1, THREADS_MAX), help="CPU threads.")
 GPU_LAYERS = option(
     "--gpu-layers",
@@ -169,6 +179,15 @@ MODEL_OPTIONS = (
         help="Flash attention; auto takes what `profile` found best, or llama.cpp's choice.",
     ),
     option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
+    click.option(
+        "--rpc",
+        envvar=f"{PREFIX}RPC_SERVERS",
+        callback=_rpc,
+        expose_value=False,
+        metavar="HOST:PORT,...",
+        help="Use the devices of these RPC servers of llama.cpp too, for a model too large for one "
+        "machine; takes a build with -DGGML_RPC=on and a network you trust.",
+    ),
     ACCEPT_LICENCE,
 )
 ANSWER_OPTIONS = (

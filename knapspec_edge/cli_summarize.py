@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .terminal import Terminal
 
+_COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
 _STYLES = ("paragraph", "bullets", "headline", "keypoints")
 _NAME_COLUMNS = 32  # of a document's name in the progress line
 _MAX_PROMPT_BYTES = 1 << 20
@@ -226,6 +227,11 @@ class _Elsewhere:
         from . import models as store
         from .apps import summarize_dask
 
+        if click.get_current_context().get_parameter_source("rpc") is _COMMAND_LINE:
+            raise UsageError(
+                "--rpc and --dask exclude each other: set KNAPSPEC_EDGE_RPC_SERVERS where the "
+                "workers are started"
+            )
         self._request = request
         self._ctx_tokens = options["ctx"]
         self._terminal = terminal
@@ -281,10 +287,7 @@ def _request(options: dict[str, Any]) -> Request:
     file, instruction = options["prompt_file"], None
     if file is not None:
         source = click.get_current_context().get_parameter_source("style")
-        if source in (
-            click.core.ParameterSource.COMMANDLINE,
-            click.core.ParameterSource.ENVIRONMENT,
-        ):
+        if source in (_COMMAND_LINE, click.core.ParameterSource.ENVIRONMENT):
             raise UsageError("--style and --prompt-file exclude each other: write the form into it")
         instruction = _instruction(file)
     return Request(

@@ -35,7 +35,8 @@ def adjusted(
     repeat = np.float32(sampling.repeat_penalty)
     for token, count in Counter(window).items():
         row[token] = row[token] * repeat if row[token] <= 0.0 else row[token] / repeat
-        row[token] -= np.float32(count * sampling.frequency_penalty + sampling.presence_penalty)
+        frequency = np.float32(count) * np.float32(sampling.frequency_penalty)
+        row[token] -= frequency + np.float32(sampling.presence_penalty)
     return row
 
 
@@ -85,13 +86,10 @@ def distribution(
     """Probability f64 [n_vocab] of each token to be picked, over all seeds."""
     row = adjusted(logits, sampling, history)
     shares = np.zeros(len(row))
+    left = candidates(row, sampling)
     if sampling.temperature <= 0.0:
-        # only typical can drop the most probable token
-        only = Sampling(typical_p=sampling.typical_p)
-        left = candidates(row, only)
         shares[left[np.argmax(row[left])]] = 1.0
         return shares
-    left = candidates(row, sampling)
     shares[left] = _softmax(row[left].astype(np.float64) / float(np.float32(sampling.temperature)))
     return shares
 
@@ -115,7 +113,7 @@ def agreement(p: NDArray[np.float64], q: NDArray[np.float64]) -> Agreement:
     p, q = p[either], q[either]
     with np.errstate(divide="ignore"):
         ratio = p / q
-    order = np.argsort(-ratio, kind="stable")
+    order = np.argsort(-ratio)
     p, q = p[order], q[order]
     # tokens up to j count with p, those behind it with q; of equal ratios either way is the same
     above = np.cumsum(p)

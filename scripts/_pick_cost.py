@@ -152,6 +152,7 @@ class GrammarCost:
     plain: Time  # the same picks without a grammar
     test: Time | None  # what the grammar adds where the first choice passes
     rejection: Time | None  # and where it does not
+    worst_us: float | None  # the most that a rejection adds
     share: float  # of a round, with rejections as often as here
 
 
@@ -318,6 +319,7 @@ def _grammar_cost(
         plain,
         time_of(passed) if passed else None,
         time_of(turned_down) if turned_down else None,
+        max(turned_down, default=None),
         share_of_round(whole, greedy_us, found.round_ms[1]),
     )
 
@@ -509,10 +511,11 @@ def report(found: Found) -> list[str]:
     )
     if found.grammars:
         heads = ["JSON grammar", "places", "first choice rejected", "pick without grammar"]
-        heads += ["added by a test", "added by a rejection", "of a round"]
+        heads += ["added by a test", "added by a rejection", "at most", "of a round"]
         lines += ["", *measuring.table(heads, (
             [g.setting, str(g.places), measuring.percent(g.rejected / g.places), _words(g.plain),
-             _words(g.test), _words(g.rejection), _percent(g.share)]
+             _words(g.test), _words(g.rejection),
+             "–" if g.worst_us is None else sig(g.worst_us), _percent(g.share)]
             for g in found.grammars
         ))]  # fmt: skip
     if found.logprobs:

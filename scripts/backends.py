@@ -2,7 +2,8 @@
 """Check the builds for GPUs on a machine without one.
 
     python scripts/backends.py vulkan    # Vulkan, on a driver that computes in software
-    python scripts/backends.py rpc       # a device in another process: the quick stand-in
+    python scripts/backends.py rpc       # a device in another process: the quick stand-in, then
+                                         # lost in the middle of a job
     python scripts/backends.py cuda      # whether the CUDA build configures; --compile norm.cu
 
 Run it with the project's Python. Each builds the patched libraries in a kept folder of its own
@@ -504,7 +505,51 @@ def check_rpc(options: argparse.Namespace) -> int:
     libraries = build("rpc", ["-DGGML_RPC=ON"], options.jobs)
     with rpc_server(libraries, options.jobs) as endpoint:
         servers = {"KNAPSPEC_EDGE_RPC_SERVERS": endpoint}
-        return verdict(check_device("rpc", libraries, servers, skipped=options.skip))
+        findings = check_device("rpc", libraries, servers, skipped=options.skip)
+    findings.append(lose_server(libraries, demo_models()[0], options.jobs))
+    print(findings[-1], flush=True)
+    return verdict(findings)
+
+
+def lose_server(libraries: Path, model: Path, threads: int) -> Finding:
+    """A server ends in the middle of a job with several documents."""
+    with tempfile.TemporaryDirectory() as folder:
+        documents = [Path(folder, f"{number}.txt") for number in range(4)]
+        for document in documents:
+            document.write_text(f"{document.name}: {PROMPT} " * 20, encoding="utf-8")
+        output = Path(folder, "summaries.jsonl")
+        with rpc_server(libraries, threads) as endpoint:
+            command = [sys.executable, "-m", "knapspec_edge", "summarize", model, *documents]
+            command += ["--rpc", endpoint, "-o", output, "--spec", "off", "--max-tokens", "16"]
+            job = subprocess.Popen(
+                list(map(str, command)),
+                env=environment(libraries, {}),
+                stderr=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+            )
+            deadline = time.monotonic() + SECONDS
+            while job.poll() is None and not n_lines(output) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        try:
+            _, said = job.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            _, said = job.communicate()
+        return judge_loss(endpoint, job.returncode, said, n_lines(output), len(documents))
+
+
+def n_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def judge_loss(endpoint: str, exit_code: int, said: str, n_kept: int, n_documents: int) -> Finding:
+    """One line that names the server, and nothing finished is lost."""
+    lines = said.splitlines()
+    ok = exit_code == 1 and len(lines) == 1 and endpoint in lines[0] and 0 < n_kept < n_documents
+    shown = lines[-1] if lines else "nothing"
+    detail = f"exit code {exit_code}, {n_kept} of {n_documents} documents kept; said {shown}"
+    return Finding("server lost", ok, detail)
 
 
 def check_cuda(options: argparse.Namespace) -> int:

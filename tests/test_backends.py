@@ -324,6 +324,23 @@ def test_a_server_that_cannot_start_says_why(
         pass
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "said", "n_kept", "ok"),
+    [
+        (1, "knapspec-edge: error: an RPC server (a:1) was lost: it crashed", 2, True),
+        (-6, "an RPC server (a:1) was lost", 2, False),  # aborted
+        (1, "an RPC server (a:1) was lost\n#1 0x7f1 in ggml_abort", 2, False),  # a backtrace
+        (1, "knapspec-edge: error: something", 2, False),
+        (1, "an RPC server (a:1) was lost", 0, False),  # nothing kept
+        (0, "", 4, False),  # it was lost too late to show anything
+    ],
+)
+def test_a_lost_server_is_judged(exit_code: int, said: str, n_kept: int, ok: bool) -> None:
+    finding = backends.judge_loss("a:1", exit_code, said, n_kept, 4)
+    assert finding.ok is ok
+    assert f"{n_kept} of 4 documents kept" in finding.detail
+
+
 # -- the worker
 
 

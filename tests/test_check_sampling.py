@@ -451,7 +451,7 @@ def test_what_a_grammar_adds_is_told_apart():
     assert (added.places, added.rejected) == (4, 1)
     assert added.plain.median == 10.0  # without copy and call
     assert added.test.median == 2.0
-    assert added.rejection.median == 100.0
+    assert added.rejection.median == added.worst_us == 100.0
     # as often as here: (2 + 2 + 100 + 4) / 4 on top of the pick
     assert added.share == pytest.approx(cost.share_of_round(37.0, 10.0, 10.0))
     never = cost._grammar_cost("t", without, with_it, [False] * 4, 10.0, timings())
@@ -460,7 +460,7 @@ def test_what_a_grammar_adds_is_told_apart():
 
 def test_the_report_of_costs():
     found = timings()
-    found.grammars.append(cost.GrammarCost("slow", 4, 1, found.call, found.call, None, 0.5))
+    found.grammars.append(cost.GrammarCost("slow", 4, 1, found.call, found.call, None, None, 0.5))
     found.logprobs = {0: found.call, 10: found.call}
     found.python = {"loop": 100.0}
     lines = cost.report(found)

@@ -840,6 +840,20 @@ def test_sizes_that_would_wrap_around_or_crash_are_refused(opened: Opened, optio
     assert not opened.calls
 
 
+def test_rpc_servers_are_known_when_the_model_is_opened(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KNAPSPEC_EDGE_RPC_SERVERS", "")  # put back afterwards
+    assert invoke("run", "m.gguf", "hi").exit_code == 0
+    assert os.environ["KNAPSPEC_EDGE_RPC_SERVERS"] == ""
+    assert invoke("run", "m.gguf", "hi", "--rpc", "a:1,b:2").exit_code == 0
+    assert os.environ["KNAPSPEC_EDGE_RPC_SERVERS"] == "a:1,b:2"
+    result = invoke("run", "m.gguf", "hi", "--rpc", "a:1,b")
+    assert result.exit_code == 1
+    assert "--rpc (KNAPSPEC_EDGE_RPC_SERVERS): 'b' is not host:port" in result.stderr
+    assert len(opened.calls) == 2
+
+
 def test_any_number_of_gpu_layers_above_those_there_are_means_all(opened: Opened) -> None:
     assert invoke("run", "m.gguf", "hello", "--gpu-layers", "9" * 20).exit_code == 0
     assert opened.options["gpu_layers"] == 2**31 - 1

@@ -26,6 +26,7 @@ from knapspec_edge.apps.summarize_prompts import Request
 from knapspec_edge.cli import cli
 from knapspec_edge.config import DEFAULTS
 from knapspec_edge.errors import ClusterError, UsageError
+from knapspec_edge.native import threads
 from knapspec_edge.text.documents import find
 
 pytest.importorskip("distributed")
@@ -167,6 +168,7 @@ def in_background(action: Callable[[], Any]) -> threading.Thread:
 
 
 def error_line(result: Result) -> str:
+    assert result.stderr, repr(result.exception)
     *warnings, line = result.stderr.splitlines()
     assert all(line.startswith("knapspec-edge: warning: ") for line in warnings), result.stderr
     assert line.startswith("knapspec-edge: error: "), result.stderr
@@ -464,6 +466,18 @@ def test_addresses_and_local_workers_are_told_apart() -> None:
     assert summarize_dask.local_workers("localhost:8786") is None
 
 
+def test_local_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "default_threads", lambda: 8)
+    order = summarize_dask.order("m.gguf", Request(), {"threads": None})
+    assert [summarize_dask.share_threads(order, n).options["threads"] for n in (1, 3, 16)] == [
+        8,
+        2,
+        1,
+    ]
+    asked = summarize_dask.order("m.gguf", Request(), {"threads": 5})
+    assert summarize_dask.share_threads(asked, 2).options["threads"] == 5
+
+
 def test_without_the_extra_it_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +487,18 @@ def test_without_the_extra_it_says_how_to_install_it(
     result = CliRunner().invoke(cli, ["summarize", "m.gguf", "a.txt", "--dask", "localhost:1"])
     assert result.exit_code == 2
     assert "pip install 'knapspec-edge[dask]'" in error_line(result)
+
+
+def test_devices_of_workers_are_not_chosen_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KNAPSPEC_EDGE_RPC_SERVERS", "")
+    Path("a.txt").write_text("A hare hid.")
+    arguments = ["summarize", "m.gguf", "a.txt", "--dask", "local:1", "--rpc", "a:1"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert "--rpc and --dask exclude each other" in error_line(result)
 
 
 def test_files_among_the_options_travel_with_their_contents(tmp_path: Path) -> None:

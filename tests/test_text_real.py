@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +14,18 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from naive_gbnf import Grammar
+from sample_schemas import SCHEMAS, check
 
 from knapspec_edge import models
-from knapspec_edge.engine import Engine, Settings
+from knapspec_edge.decode.policy import FixedPolicy
+from knapspec_edge.engine import Engine, Settings, Speculation
 from knapspec_edge.errors import DownloadError, Interrupted
-from knapspec_edge.native.library import library_file
+from knapspec_edge.native.context import LlamaBackend
+from knapspec_edge.native.library import library_file, load
+from knapspec_edge.records import Draft, Plan
 from knapspec_edge.text.builtin_templates import BUILTIN
+from knapspec_edge.text.grammar import grammar_of_schema
 from knapspec_edge.text.stream import StreamDecoder, detokenize
 from knapspec_edge.text.templates import ChatTemplate
 
@@ -159,3 +167,82 @@ def test_pipe_in_text_out(model_path: Path) -> None:
     data = json.loads(run("--max-tokens", "8", "--json").stdout)
     assert data["text"].strip() == plain.stdout.decode().strip()
     assert data["usage"]["completion_tokens"] == len(data["token_ids"]) <= 8
+
+
+# -- forms (case 43)
+
+
+def force(engine: Engine, on: bool) -> None:
+    """Draft under a plan that skips three sublayers, or not at all."""
+    plan = Plan.skipping(len(engine.backend.sublayers), [5, 9, 20])
+    draft = Draft(plan, 4, 0.0) if on else None
+    state = "on" if on else "off"
+    engine.speculation = Speculation(state, "forced by the test", "file", draft)
+    engine._policy = FixedPolicy(draft)
+
+
+def test_answers_keep_to_every_schema_with_speculation(engine: Engine) -> None:
+    force(engine, True)
+    drafted = accepted = finished = 0
+    try:
+        for i, (name, schema) in enumerate(SCHEMAS.items()):
+            ask = [{"role": "user", "content": f"Give me an example: {name}"}]
+            # every other one greedy
+            chosen = Settings(1.5 * (i % 2), json_schema=schema, seed=1, max_tokens=32)
+            answer = engine.chat(ask, chosen)
+            text = "".join(event.text for event in answer)
+            if answer.finish_reason == "stop":
+                check(schema, text)
+                finished += 1
+            else:
+                read = Grammar.parse(grammar_of_schema(schema)[0])
+                assert read.after(read.start(), text), (name, text)
+            drafted += answer.stats.draft_n
+            accepted += answer.stats.draft_n_accepted
+    finally:
+        force(engine, False)
+    assert 0 < accepted < drafted
+    assert finished > len(SCHEMAS) // 2
+
+
+def test_llama_cpp_and_the_naive_reader_agree_on_grammars(engine: Engine) -> None:
+    """Token by token: on texts of the grammar, and on tokens that may not follow."""
+    backend = engine.backend
+    assert isinstance(backend, LlamaBackend)
+    library = load()._lib
+    rng = random.Random(0)
+    turned_down = 0
+    for name, schema in SCHEMAS.items():
+        text = grammar_of_schema(schema)[0]
+        read = Grammar.parse(text)
+        handle = library.knapspec_grammar_init(
+            backend.model.pointer, text.encode(), b"root", None, 0
+        )
+        assert handle, name
+        try:
+            answer: list[int] = []
+            state = read.start()
+            spoken = engine.vocabulary.tokenize(read.sample(rng), parse_special=False)
+            for token in [*spoken[:40], *([2] if len(spoken) <= 40 else [])]:
+                others = [rng.randrange(engine.vocabulary.n_vocab) for _ in range(20)]
+                for candidate in (token, *others):
+                    piece = engine.vocabulary.token_bytes(candidate)
+                    try:
+                        follows = bool(piece) and bool(read.after(state, piece.decode()))
+                    except UnicodeDecodeError:
+                        continue
+                    expected = () in state if engine.backend.is_end(candidate) else follows
+                    allowed = library.knapspec_grammar_allows(
+                        handle, (ctypes.c_int32 * len(answer))(*answer), len(answer), candidate
+                    )
+                    assert allowed == expected, (name, answer, candidate, piece)
+                    turned_down += not allowed
+                answer.append(token)
+                data = b"".join(map(engine.vocabulary.token_bytes, answer))
+                try:
+                    state = read.after(read.start(), data.decode())
+                except UnicodeDecodeError:
+                    break
+        finally:
+            library.knapspec_grammar_free(handle)
+    assert turned_down > 1000

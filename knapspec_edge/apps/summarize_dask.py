@@ -102,6 +102,16 @@ def local_workers(address: str) -> int | None:
     return n
 
 
+def share_threads(job_order: Order, n_workers: int) -> Order:
+    """Workers of one machine share its cores, unless a number was asked for."""
+    if job_order.options.get("threads") is not None:
+        return job_order
+    from ..native.threads import default_threads
+
+    threads = max(1, default_threads() // n_workers)
+    return replace(job_order, options={**job_order.options, "threads": threads})
+
+
 @dataclass
 class _Piece:
     """A document on its way to a record."""
@@ -163,7 +173,7 @@ class Cluster(Closing):
                 "--dask takes one more library: pip install 'knapspec-edge[dask]'"
             ) from None
         self._address = address
-        self._order = job_order
+        self._order = job_order if n_local is None else share_threads(job_order, n_local)
         self._warn = warn
         self._config = config
         self._clock = clock
@@ -440,7 +450,8 @@ class Cluster(Closing):
 
     def _failure(self, piece: _Piece, error: str) -> Record:
         document = piece.document
-        return summarize.failure(document.name, error, sha256=document.sha256, kind=document.kind)
+        known = {"sha256": document.sha256, "kind": document.kind}
+        return {**summarize.failure(document.name, error), **known}
 
     # -- Dask
 
@@ -542,14 +553,17 @@ def _connect(
     import dask
 
     if n_local is not None:
-        cluster = distributed.LocalCluster(
-            n_workers=n_local,
-            threads_per_worker=1,
-            dashboard_address=None,
-            memory_limit=0,  # the pages of the model's file would count
-            silence_logs=logging.CRITICAL,
-            preload=[_IGNORE_INTERRUPTS],
-        )
+        try:
+            cluster = distributed.LocalCluster(
+                n_workers=n_local,
+                threads_per_worker=1,
+                dashboard_address="127.0.0.1:0",  # the usual port may be another cluster's
+                memory_limit=0,  # the pages of the model's file would count
+                silence_logs=logging.CRITICAL,
+                preload=[_IGNORE_INTERRUPTS],
+            )
+        except (OSError, RuntimeError) as error:
+            raise ClusterError(f"local workers cannot be started: {_reason(error)}") from None
         resources.callback(cluster.close)
         client = distributed.Client(cluster, set_as_default=False)
     else:

@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..errors import LibraryError
-from . import rpc
+from . import giving_up, rpc
 
 # Number of the C interface this package was written for; patches/UPSTREAM.toml holds the same.
 ABI = 4
@@ -129,6 +129,8 @@ def load() -> ModuleType:
     llama._lib.knapspec_log_install(level)
 
     ggml = ggml_library()
+    if ggml is not None:
+        giving_up.install(ggml)
     if ggml is not None and _has_loadable_backends(folder):
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     llama.llama_backend_init()
@@ -184,6 +186,8 @@ _GGML_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "ggml_backend_reg_name": (ctypes.c_char_p, [ctypes.c_void_p]),
     # void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
     "ggml_backend_reg_get_proc_address": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
+    # ggml_abort_callback_t ggml_set_abort_callback(ggml_abort_callback_t callback);
+    "ggml_set_abort_callback": (ctypes.c_void_p, [ctypes.c_void_p]),
     # void ggml_backend_register(ggml_backend_reg_t reg);
     "ggml_backend_register": (None, [ctypes.c_void_p]),
 }

@@ -25,8 +25,13 @@ def named_servers(text: str) -> list[str]:
     for endpoint in endpoints:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise LibraryError(f"{SERVERS}: {ascii(endpoint)} is not host:port")
+            raise LibraryError(f"--rpc ({SERVERS}): {ascii(endpoint)} is not host:port")
     return endpoints
+
+
+def servers() -> list[str]:
+    """Those in the environment. Raises LibraryError."""
+    return list(dict.fromkeys(named_servers(os.environ.get(SERVERS, ""))))
 
 
 def add_servers(ggml: SimpleNamespace) -> None:
@@ -34,19 +39,19 @@ def add_servers(ggml: SimpleNamespace) -> None:
 
     Raises LibraryError if one does not answer, or if the build has no RPC backend.
     """
-    endpoints = named_servers(os.environ.get(SERVERS, ""))
+    endpoints = servers()
     if not endpoints:
         return
     backend = ggml.ggml_backend_reg_by_name(b"RPC")
     if not backend:
         raise LibraryError(
-            f"{SERVERS} is set, but this build has no RPC backend: build it with "
-            'CMAKE_ARGS="-DGGML_RPC=ON"'
+            f"--rpc ({SERVERS}) cannot be honoured: this build has no RPC backend; build it with "
+            'CMAKE_ARGS="-DGGML_RPC=on"'
         )
     address = ggml.ggml_backend_reg_get_proc_address(backend, b"ggml_backend_rpc_add_server")
     # ggml_backend_reg_t ggml_backend_rpc_add_server(const char * endpoint);
     add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
-    for endpoint in dict.fromkeys(endpoints):
+    for endpoint in endpoints:
         _require_answer(endpoint)
         registry = add_server(endpoint.encode())
         if not registry:

@@ -78,13 +78,20 @@ void noise_block(uint64_t key, int32_t token, float * out, int n) {
     }
 }
 
-// Whether any out of LANES tokens may arrive before `time`, given the bounds of noise_block
-inline bool any_before(const float * noise, const float * weights, float time) {
-    int any = 0;
-    for (int j = 0; j < LANES; ++j) {
-        any |= noise[j] < time*weights[j];
+// hit[k]: whether any of the tokens k*LANES .. may arrive before `time`, given the bounds of noise_block; n is a multiple of
+// LANES. Returns how many parts are hit.
+KNAPSPEC_CLONES
+int any_before(const float * noise, const float * weights, int n, float time, int32_t * hit) {
+    int total = 0;
+    for (int part = 0; part < n/LANES; ++part) {
+        int32_t any = 0;
+        for (int j = 0; j < LANES; ++j) {
+            any |= noise[part*LANES + j] < time*weights[part*LANES + j] ? 1 : 0;
+        }
+        hit[part] = any;
+        total += any;
     }
-    return any != 0;
+    return total;
 }
 
 struct best_two {
@@ -546,13 +553,15 @@ knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
             second_time = time;
         }
     };
-    const float likely = std::max(floor, (float) (best - 3.0/draw_inverse));
-    gather(likely, best, kept);
+    most_probable(64, kept);
     for (const candidate & c : kept) {
-        arrive(c.id);
+        if (c.logit >= floor) {
+            arrive(c.id);
+        }
     }
 
     float   weights[BLOCK], early[BLOCK];
+    int32_t hit[BLOCK/LANES];
     double  total = 0.0;
     for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
         const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
@@ -563,19 +572,21 @@ knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
         }
         total += sum;
         noise_block(noise, begin, early, n);
-        for (int j = n; j < BLOCK && j % LANES; ++j) {
-            weights[j] = early[j] = 0.0f;
+        int padded = n;
+        for (; padded % LANES; ++padded) {
+            weights[padded] = 0.0f;
+            early  [padded] = 1.0f;
         }
-        for (int part = 0; part < n; part += LANES) {
-            // single precision only rules out, with room for its error
-            const float limit = (float) std::min<double>(second_time*1.00001, std::numeric_limits<float>::max());
-            if (!any_before(early + part, weights + part, limit)) {
-                continue;
-            }
-            for (int j = part; j < part + LANES && j < n; ++j) {
-                if (early[j] < limit*weights[j] && row[begin + j] < likely) {
-                    arrive(begin + j);
-                }
+        // single precision only rules out, with room for its error
+        const float limit = (float) std::min<double>(second_time*1.00001, std::numeric_limits<float>::max());
+        if (!any_before(early, weights, padded, limit, hit)) {
+            continue;
+        }
+        for (int j = 0; j < n; ++j) {
+            if (!hit[j/LANES]) {
+                j += LANES - 1;
+            } else if (early[j] < limit*weights[j] && begin + j != winner) { // who has arrived before does not do so again
+                arrive(begin + j);
             }
         }
     }
@@ -843,14 +854,19 @@ int32_t knapspec_sampler::pick(
             found.log_time -= ((double) best_logit(chosen) - best)*draw_inverse;
         }
     } else {
-        const best_two two = find_best(row, n_row);
-        best = two.first;
+        best_two two = { LOWEST, LOWEST };
+        if (draws) {
+            scan();
+            best = *std::max_element(maxima.begin(), maxima.end());
+        } else {
+            two  = find_best(row, n_row);
+            best = two.first;
+        }
         if (!std::isfinite(best)) {
             ret = KNAPSPEC_BAD_LOGITS;
         } else if (draws) {
             // never a floor above the best
             floor = s.min_p > 0.0f ? best + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
-            scan();
             found = race_row(best, floor);
         } else {
             llama_token top = 0;
