@@ -487,6 +487,45 @@ def test_context_and_machine_are_not_settings(opened: Opened) -> None:
     assert len(opened.calls) == len(records()) == 1
 
 
+@pytest.mark.parametrize("other", [["--template", "chatml"], ["--encoding", "latin-1"]])
+def test_how_the_text_is_read_and_put_are_settings(opened: Opened, other: list[str]) -> None:
+    write("a.txt")
+    assert invoke("a.txt", "-o", "out.jsonl").exit_code == 0
+    for n in (2, 2):  # the second time it is known
+        assert invoke("a.txt", "-o", "out.jsonl", *other).exit_code == 0
+        assert len(records()) == n
+    assert "template" not in records()[0]["settings"]
+    assert "encoding" not in records()[0]["settings"]
+
+
+def test_an_own_template_is_known_by_what_it_says(opened: Opened) -> None:
+    write("a.txt")
+    template = Path("t.jinja")
+    for text, n in (("{{ messages }}", 1), ("{{ messages }}!", 2), ("{{ messages }}", 2)):
+        template.write_text(text)
+        assert invoke("a.txt", "-o", "out.jsonl", "--template", "t.jinja").exit_code == 0
+        assert len(records()) == n
+
+
+@pytest.mark.parametrize("inputs", [["."], ["*"], ["a.txt", "out.txt"]])
+def test_the_output_is_no_input_of_the_next_run(opened: Opened, inputs: list[str]) -> None:
+    write("a.txt")
+    for _ in range(2):
+        result = invoke(*inputs[:1], "-o", "out.txt")
+        assert result.exit_code == 0, result.stderr
+    result = invoke(*inputs, "-o", "out.txt", "-v")
+    assert "out.txt, where the records go" in result.stderr
+    assert list(by_input("out.txt")) == ["a.txt"]
+    assert len(opened.engines) == 1
+
+
+def test_nothing_but_the_output_is_nothing_to_summarize(opened: Opened) -> None:
+    Path("out.txt").touch()
+    result = invoke("out.txt", "-o", "out.txt")
+    assert result.exit_code == 2
+    assert "nothing to summarize: left out: out.txt" in error_line(result)
+
+
 def test_a_torn_last_line_is_made_again(opened: Opened) -> None:
     write("a.txt", "b.txt")
     invoke("a.txt", "b.txt", "-o", "out.jsonl")

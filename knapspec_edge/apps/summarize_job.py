@@ -6,6 +6,7 @@ elsewhere, is not known here.
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from ..errors import DocumentError
 from ..gguf_check import GgufInfo
 from ..models.storage import sha256_of
 from ..text.documents import Document, Found, Source, read
+from ..text.templates import template_identity
 from . import summarize
 from .jsonl import Record, RecordFile
 from .memory import tokens_that_fit
@@ -95,9 +97,24 @@ class Outcome:
             self.accepted += speculation["accepted"]
 
 
-def job_settings(request: Request, fingerprint: str) -> dict[str, Any]:
-    """What a record has to agree with to count as done: everything that decides about the text."""
-    return {"model": fingerprint, **request.identity()}
+def job_settings(
+    request: Request,
+    fingerprint: str,
+    *,
+    template: str | None = None,
+    encoding: str | None = None,
+) -> dict[str, Any]:
+    """What a record has to agree with to count as done: everything that decides about the text.
+
+    `template` and `encoding` are those that were asked for. Raises UsageError for a template that
+    is none.
+    """
+    found = {"model": fingerprint, **request.identity()}
+    if template is not None:
+        found["template"] = template_identity(template)
+    if encoding is not None:
+        found["encoding"] = codecs.lookup(encoding).name
+    return found
 
 
 class Job:
