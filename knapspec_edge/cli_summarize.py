@@ -6,7 +6,7 @@ import codecs
 import os
 import stat
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -160,8 +160,7 @@ def _summarize(
         work = maker.start(job)
         interrupted = False
         try:
-            with maker.interruptible():
-                job.run(work, lambda record: _tell(record, terminal, verbose))
+            job.run(work, lambda record: _tell(record, terminal, verbose))
         except (Interrupted, KeyboardInterrupt):
             interrupted = True
         exit_code = _end(job, output, terminal, interrupted=interrupted)
@@ -215,10 +214,6 @@ class _Here:
         room(engine, self._request)
         return app.local_work(engine, self._request, job, lambda step: _show(step, self._terminal))
 
-    def interruptible(self) -> AbstractContextManager[Any]:
-        assert self._engine is not None
-        return self._engine.interruptible()
-
 
 class _Elsewhere:
     """Summaries made by the workers of a cluster, which need not see the files here."""
@@ -266,9 +261,6 @@ class _Elsewhere:
             {"ctx": ctx, "expected_tokens": expected},
             lambda step: _show(step, self._terminal),
         )
-
-    def interruptible(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # nothing native runs here
 
 
 class _StandardOutput:
