@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import os
+import stat
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -124,11 +125,11 @@ def _summarize(
     request = _request(options)
     _check_encoding(options["encoding"])
     model, paths = _model_and_paths(arguments)
-    found = find(paths)
+    target = options["output"]
+    found = find(paths, outputs=_outputs(target, terminal))
     for note in found.notes:
         terminal.notice(note)
     with ExitStack() as stack:
-        target = options["output"]
         output: RecordFile | _StandardOutput
         if target is None or target == "-":
             output = _StandardOutput(terminal)
@@ -137,9 +138,16 @@ def _summarize(
             output = stack.enter_context(RecordFile(path, app.FIRST_KEY))
             if output.repaired is not None:
                 terminal.warning(output.repaired)
+        if not found.sources and not found.problems:
+            raise UsageError(f"there is nothing to summarize: {'; '.join(found.notes)}")
         place = _Here if options["dask"] is None else _Elsewhere
         maker = place(model, request, options, terminal, stack)
-        settings = app.job_settings(request, maker.fingerprint)
+        settings = app.job_settings(
+            request,
+            maker.fingerprint,
+            template=options["template"],
+            encoding=options["encoding"],
+        )
         job = app.Job(found, settings, output, encoding=options["encoding"])
         if job.n_other_settings:
             terminal.warning(
@@ -152,8 +160,7 @@ def _summarize(
         work = maker.start(job)
         interrupted = False
         try:
-            with maker.interruptible():
-                job.run(work, lambda record: _tell(record, terminal, verbose))
+            job.run(work, lambda record: _tell(record, terminal, verbose))
         except (Interrupted, KeyboardInterrupt):
             interrupted = True
         exit_code = _end(job, output, terminal, interrupted=interrupted)
@@ -207,10 +214,6 @@ class _Here:
         room(engine, self._request)
         return app.local_work(engine, self._request, job, lambda step: _show(step, self._terminal))
 
-    def interruptible(self) -> AbstractContextManager[Any]:
-        assert self._engine is not None
-        return self._engine.interruptible()
-
 
 class _Elsewhere:
     """Summaries made by the workers of a cluster, which need not see the files here."""
@@ -259,9 +262,6 @@ class _Elsewhere:
             lambda step: _show(step, self._terminal),
         )
 
-    def interruptible(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # nothing native runs here
-
 
 class _StandardOutput:
     """Records on standard output, each passed on as soon as it is there."""
@@ -275,6 +275,17 @@ class _StandardOutput:
         self._terminal.text(encode(record) + "\n")
         with suppress(OSError, ValueError, AttributeError):  # no file behind it
             sync(self._terminal.out.fileno())
+
+
+def _outputs(target: str | None, terminal: Terminal) -> list[os.stat_result]:
+    """The files that records go to, so far as there are any yet; they are no input."""
+    with suppress(OSError, ValueError, AttributeError):
+        if target is not None and target != "-":
+            return [os.stat(os.path.expanduser(target))]
+        written = os.fstat(terminal.out.fileno())
+        if stat.S_ISREG(written.st_mode):
+            return [written]
+    return []
 
 
 def _request(options: dict[str, Any]) -> Request:

@@ -405,6 +405,13 @@ class Engine(Closing):
         guard = getattr(self.backend, "interruptible", None)
         return nullcontext() if guard is None else guard()
 
+    def check_interrupted(self) -> None:
+        """Raises Interrupted for a Ctrl-C that came within `interruptible`, too late to stop
+        anything there."""
+        check = getattr(self.backend, "check_interrupted", None)
+        if check is not None:
+            check()
+
     # -- speculation
 
     @property

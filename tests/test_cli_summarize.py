@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +488,45 @@ def test_context_and_machine_are_not_settings(opened: Opened) -> None:
     assert len(opened.calls) == len(records()) == 1
 
 
+@pytest.mark.parametrize("other", [["--template", "chatml"], ["--encoding", "latin-1"]])
+def test_how_the_text_is_read_and_put_are_settings(opened: Opened, other: list[str]) -> None:
+    write("a.txt")
+    assert invoke("a.txt", "-o", "out.jsonl").exit_code == 0
+    for n in (2, 2):  # the second time it is known
+        assert invoke("a.txt", "-o", "out.jsonl", *other).exit_code == 0
+        assert len(records()) == n
+    assert "template" not in records()[0]["settings"]
+    assert "encoding" not in records()[0]["settings"]
+
+
+def test_an_own_template_is_known_by_what_it_says(opened: Opened) -> None:
+    write("a.txt")
+    template = Path("t.jinja")
+    for text, n in (("{{ messages }}", 1), ("{{ messages }}!", 2), ("{{ messages }}", 2)):
+        template.write_text(text)
+        assert invoke("a.txt", "-o", "out.jsonl", "--template", "t.jinja").exit_code == 0
+        assert len(records()) == n
+
+
+@pytest.mark.parametrize("inputs", [["."], ["*"], ["a.txt", "out.txt"]])
+def test_the_output_is_no_input_of_the_next_run(opened: Opened, inputs: list[str]) -> None:
+    write("a.txt")
+    for _ in range(2):
+        result = invoke(*inputs[:1], "-o", "out.txt")
+        assert result.exit_code == 0, result.stderr
+    result = invoke(*inputs, "-o", "out.txt", "-v")
+    assert "out.txt, where the records go" in result.stderr
+    assert list(by_input("out.txt")) == ["a.txt"]
+    assert len(opened.engines) == 1
+
+
+def test_nothing_but_the_output_is_nothing_to_summarize(opened: Opened) -> None:
+    Path("out.txt").touch()
+    result = invoke("out.txt", "-o", "out.txt")
+    assert result.exit_code == 2
+    assert "nothing to summarize: left out: out.txt" in error_line(result)
+
+
 def test_a_torn_last_line_is_made_again(opened: Opened) -> None:
     write("a.txt", "b.txt")
     invoke("a.txt", "b.txt", "-o", "out.jsonl")
@@ -558,6 +598,70 @@ def test_case_66_an_interruption_keeps_what_is_finished(
     opened.prepare = lambda engine: None
     assert invoke("a.txt", "b.txt", "c.txt", "-o", "out.jsonl").exit_code == 0
     assert list(by_input()) == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_only_computations_hold_ctrl_c_back(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts take seconds to be read and split, in Python, which has to end at once then."""
+    from knapspec_edge.apps import summarize
+
+    Path("a.txt").write_text("A hare [a] hid. " * 500, encoding="utf-8")
+    guarded: list[bool] = []  # per use, whether it is over
+    seen: dict[str, set[bool]] = {"read": set(), "split": set(), "answer": set()}
+
+    @contextlib.contextmanager
+    def interruptible() -> Iterator[None]:
+        guarded.append(True)
+        yield
+        guarded.pop()
+
+    def watched(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen[what].add(bool(guarded))
+            return function(*arguments, **options)
+
+        return call
+
+    def prepare(engine: Engine) -> None:
+        engine.backend.interruptible = interruptible  # type: ignore[attr-defined]
+        engine.backend.decode = watched("answer", engine.backend.decode)  # type: ignore[method-assign]
+
+    opened.prepare = prepare
+    monkeypatch.setattr(summarize_job, "read", watched("read", summarize_job.read))
+    monkeypatch.setattr(summarize, "split", watched("split", summarize.split))
+    assert invoke("a.txt", "--ctx", "1000").exit_code == 0
+    assert seen == {"read": {False}, "split": {False}, "answer": {True}}
+
+
+def test_a_late_ctrl_c_is_not_lost(opened: Opened) -> None:
+    write("a.txt", "b.txt")
+
+    def prepare(engine: Engine) -> None:
+        def check() -> None:
+            raise interrupted()
+
+        engine.backend.check_interrupted = check  # type: ignore[attr-defined]
+
+    opened.prepare = prepare
+    result = invoke("a.txt", "b.txt", "-v")
+    assert result.exit_code == 130
+    assert "interrupted, 2 left" in result.stderr
+
+
+def test_interrupted_right_after_a_record_the_record_stays(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("a.txt")
+    assert invoke("a.txt", "-o", "out.jsonl").exit_code == 0
+    Path("a.txt").write_text("Another hare [b] hid.", encoding="utf-8")
+
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(summarize_job.Outcome, "add", pressed)
+    assert invoke("a.txt", "-o", "out.jsonl").exit_code == 130
+    assert by_input()["a.txt"]["summary"] == "About [b]."
 
 
 def test_a_full_disk_ends_it_with_one_line_and_a_rerun_goes_on(

@@ -95,6 +95,9 @@ def test_unicode_says_what_it_is(reads, encoding, text):
     [
         (GERMAN, "cp1252", "Windows-1252"),
         (GERMAN, "utf-16-le", "utf-16-le"),
+        (GERMAN, "utf-16-be", "utf-16-be"),
+        ("\u3000一つ、一人で、一日。\n" * 9, "utf-16-be", "utf-16-be"),
+        (RUSSIAN * 9, "utf-16-le", "utf-16-le"),
         (GERMAN.replace("€", "Euro"), "latin-1", "Windows-1252"),
         ("Un café, l’été\n", "cp1252", "Windows-1252"),
         (RUSSIAN, "cp1251", "Windows-1251"),
@@ -144,8 +147,24 @@ def test_marks_that_lie(refused):
         bytes(range(1, 32)) * 30,
         bytes(1000),
         b"text with " + bytes(20),
+        bytes([0, 1, 2, 255]) * 500,
+        bytes([1, 0, 255, 2]) * 500,
+        b"".join(n.to_bytes(4, "little") for n in range(0x100, 0xD000, 7)),
+        b"".join(n.to_bytes(2, "big") for n in range(0x100, 0xD000, 7)),
+        ("Ab" * 1000).encode("utf-16-le"),
     ],
-    ids=["png", "elf", "controls", "zeros", "some zeros"],
+    ids=[
+        "png",
+        "elf",
+        "controls",
+        "zeros",
+        "some zeros",
+        "quads",
+        "turned quads",
+        "long numbers",
+        "short numbers",
+        "no blanks",
+    ],
 )
 def test_binary_files(refused, data):
     for name in ("a.txt", "a.bin", "a.html"):
@@ -474,6 +493,44 @@ def test_an_empty_document_is_not_left_out(folder):
     assert "docs/empty.txt" in names("docs")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such names there")
+def test_each_path_has_a_name_of_its_own(folder):
+    odd = [b"x\ny", b"x\ty", rb"x\ny", b"x\xff", b"x\xfe", rb"x\xff", "x\x85".encode(), b"x\x85"]
+    odd += ["x\u202ey".encode(), "x\u202fy 👩\u200d🚀".encode()]
+    for name in odd:
+        try:
+            (folder / "odd").mkdir(exist_ok=True)
+            Path(os.fsdecode(os.fsencode(folder) + b"/odd/" + name)).write_text("text")
+        except OSError:
+            pytest.skip("this file system takes no such names")
+    found = names("docs/odd")
+    assert len(set(found)) == len(odd)
+    for name in found:
+        name.encode()
+        assert "\n" not in name
+    assert {r"docs/odd/x\ny", r"docs/odd/x\\ny", r"docs/odd/x\xff", r"docs/odd/x\u0085"} < set(
+        found
+    )
+    assert "docs/odd/x\u202fy 👩\u200d🚀" in found
+
+
+def test_outputs_are_no_inputs(folder):
+    written(folder, "out.txt", "{}")
+    output = os.stat("docs/out.txt")
+    for path in ("docs", "docs/out.txt", "docs/o*"):
+        found = find([path, "docs/a.txt"], outputs=[output])
+        assert "docs/out.txt" not in [source.name for source in found.sources]
+        assert "docs/a.txt" in [source.name for source in found.sources]
+        assert found.notes == (
+            f"left out: {os.path.join('docs', 'out.txt')}, where the records go",
+        )
+        assert found.problems == ()
+
+
+def test_what_is_wrong_twice_is_said_once(folder):
+    assert len(find(["gone", "gone", "docs/*.no", "docs/*.no"]).problems) == 2
+
+
 def test_links_in_circles(folder):
     (folder / "sub" / "up").symlink_to(folder)
     (folder / "self").symlink_to("self")
@@ -494,7 +551,7 @@ def test_what_is_not_there_is_a_problem_and_the_rest_goes_on(folder):
         ("gone.txt", "gone.txt does not exist"),
         ("docs/*.xyz", "no file matches docs/*.xyz"),
         ("void", "void holds no document"),
-        ("a\ufffdb", "cannot read a\ufffdb: embedded null byte"),
+        (r"a\x00b", r"cannot read a\x00b: embedded null byte"),
         ("docs/a.txt/x", "cannot read docs/a.txt/x: Not a directory"),
         ('""', '"" does not exist'),
     )
@@ -508,7 +565,7 @@ def test_names_that_cannot_be_shown(tmp_path):
     Path(path).write_text("text")
     (source,) = find([path]).sources
     source.name.encode()
-    assert source.name.endswith("a\ufffd\ufffdb.txt")
+    assert source.name.endswith(r"a\xff\nb.txt")
     assert read(source).text == "text"
 
 

@@ -234,6 +234,30 @@ def test_dropping_keeps_lines_as_they_are(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"out.jsonl", ".out.jsonl.lock"}
 
 
+@pytest.mark.skipif(os.name == "nt", reason="open files cannot be moved there")
+@pytest.mark.parametrize("how", ["removed", "rotated", "replaced", "emptied", "added to"])
+def test_a_file_that_others_change_is_not_written_any_more(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "out.jsonl"
+    with RecordFile(path, "input") as output:
+        output.append({"input": "a"})
+        if how in ("removed", "replaced"):
+            path.unlink()
+        elif how == "rotated":
+            path.rename(tmp_path / "out.1")
+        if how == "replaced":
+            path.write_text('{"input": "theirs"}\n')
+        elif how == "emptied":
+            path.write_text("")
+        elif how == "added to":
+            with path.open("a") as stream:
+                stream.write("theirs\n")
+        before = path.read_bytes() if path.exists() else None
+        with pytest.raises(OutputError, match="removed, replaced or changed"):
+            output.append({"input": "b"})
+        assert not output.keep(lambda number: False)
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
 def test_a_failed_drop_leaves_the_file_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

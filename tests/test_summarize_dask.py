@@ -455,6 +455,30 @@ def test_local_workers_are_started_and_ended(
     assert str(tmp_path / "none.gguf") in line
 
 
+def test_ctrl_c_while_local_workers_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import distributed
+
+    happened: list[str] = []
+
+    class Started:
+        def __init__(self, **_: Any) -> None:
+            happened.append("begun")
+            signal.raise_signal(signal.SIGINT)
+            happened.append("started")
+
+        def close(self) -> None:
+            happened.append("closed")
+
+    monkeypatch.setattr(distributed, "LocalCluster", Started)
+    monkeypatch.setattr(distributed, "Client", None)
+    order = summarize_dask.order("none.gguf", Request(), {"spec": "auto", "template": None})
+    usual = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        Cluster("local:1", order, warn=happened.append)
+    assert happened == ["begun", "started", "closed"]
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
 @pytest.mark.parametrize("wrong", ["", "local:", "local:0", "local:x", "local:100000"])
 def test_addresses_that_make_no_sense(wrong: str) -> None:
     with pytest.raises(UsageError, match="--dask"):

@@ -92,6 +92,7 @@ class RecordFile(Closing):
     def append(self, record: Record) -> None:
         """Add a record; it is on the disk afterwards. Raises OutputError; then the file ends where
         it ended before."""
+        self._check_unchanged()
         data = (encode(record) + "\n").encode()
         left = memoryview(data)
         try:
@@ -109,6 +110,21 @@ class RecordFile(Closing):
             raise
         self._added(len(data))
 
+    def _check_unchanged(self) -> None:
+        """Records must not go where nobody finds them, nor in between what others write."""
+        if not self._is_unchanged():
+            raise OutputError(
+                f"{self.path} was removed, replaced or changed by another program: nothing more is "
+                "written; the same command does what is missing in it"
+            )
+
+    def _is_unchanged(self) -> bool:
+        try:
+            there, here = os.stat(self._real), os.fstat(self._descriptor)
+        except OSError:
+            return False
+        return os.path.samestat(there, here) and here.st_size == self._end
+
     def _added(self, n_bytes: int) -> None:
         self._end += n_bytes
         self.n_records += 1
@@ -121,6 +137,8 @@ class RecordFile(Closing):
     def keep(self, wanted: Callable[[int], bool]) -> bool:
         """Drop the records whose number (0-based) is not wanted. The file changes as a whole or,
         with False, not at all: what cannot be tidied up is still valid."""
+        if not self._is_unchanged():
+            return False
         new = temporary(self.path)
         try:
             with open(new, "xb") as stream:

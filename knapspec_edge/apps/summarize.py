@@ -323,12 +323,16 @@ class _Summary:
         if not task.is_final:
             # the form that was asked for is that of the final summary
             settings = replace(settings, grammar=None, json_schema=None)
-        answer = self._engine.chat(self._request.messages(task), settings, progress=prompt_progress)
-        self.last = answer
-        with answer:
-            for n, _ in enumerate(answer, start=1):
-                written = min(1.0, n / max_tokens)
-                self._progress(begin + (0.5 + 0.5 * written) * (end - begin), what)
+        messages = self._request.messages(task)
+        # only in here: Ctrl-C has to end what is computed in Python, such as a split, at once
+        with self._engine.interruptible():
+            answer = self._engine.chat(messages, settings, progress=prompt_progress)
+            self.last = answer
+            with answer:
+                for n, _ in enumerate(answer, start=1):
+                    written = min(1.0, n / max_tokens)
+                    self._progress(begin + (0.5 + 0.5 * written) * (end - begin), what)
+        self._engine.check_interrupted()
         self.tally.add(answer)
         text = _REASONING.sub("", answer.text).strip()
         if not text and not optional:

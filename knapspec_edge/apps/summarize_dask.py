@@ -14,6 +14,7 @@ import pickle
 import queue
 import re
 import secrets
+import signal
 import threading
 import time
 import warnings
@@ -21,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -554,17 +556,18 @@ def _connect(
 
     if n_local is not None:
         try:
-            cluster = distributed.LocalCluster(
-                n_workers=n_local,
-                threads_per_worker=1,
-                dashboard_address="127.0.0.1:0",  # the usual port may be another cluster's
-                memory_limit=0,  # the pages of the model's file would count
-                silence_logs=logging.CRITICAL,
-                preload=[_IGNORE_INTERRUPTS],
-            )
+            with _interrupts_held():  # what is half started cannot be closed
+                cluster = distributed.LocalCluster(
+                    n_workers=n_local,
+                    threads_per_worker=1,
+                    dashboard_address="127.0.0.1:0",  # the usual port may be another cluster's
+                    memory_limit=0,  # the pages of the model's file would count
+                    silence_logs=logging.CRITICAL,
+                    preload=[_IGNORE_INTERRUPTS],
+                )
+                resources.callback(cluster.close)
         except (OSError, RuntimeError) as error:
             raise ClusterError(f"local workers cannot be started: {_reason(error)}") from None
-        resources.callback(cluster.close)
         client = distributed.Client(cluster, set_as_default=False)
     else:
         seconds = config.dask_connect_seconds
@@ -575,6 +578,30 @@ def _connect(
         client = distributed.Client(address, timeout=seconds, set_as_default=False)
     resources.callback(client.close, timeout=config.dask_connect_seconds)
     return client
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A Ctrl-C in here takes effect at the end; a second one at once."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    pressed = False
+
+    def hold(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _require_scheduler(distributed: Any, address: str, seconds: float) -> None:

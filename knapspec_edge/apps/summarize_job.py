@@ -6,6 +6,7 @@ elsewhere, is not known here.
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from ..errors import DocumentError
 from ..gguf_check import GgufInfo
 from ..models.storage import sha256_of
 from ..text.documents import Document, Found, Source, read
+from ..text.templates import template_identity
 from . import summarize
 from .jsonl import Record, RecordFile
 from .memory import tokens_that_fit
@@ -95,9 +97,24 @@ class Outcome:
             self.accepted += speculation["accepted"]
 
 
-def job_settings(request: Request, fingerprint: str) -> dict[str, Any]:
-    """What a record has to agree with to count as done: everything that decides about the text."""
-    return {"model": fingerprint, **request.identity()}
+def job_settings(
+    request: Request,
+    fingerprint: str,
+    *,
+    template: str | None = None,
+    encoding: str | None = None,
+) -> dict[str, Any]:
+    """What a record has to agree with to count as done: everything that decides about the text.
+
+    `template` and `encoding` are those that were asked for. Raises UsageError for a template that
+    is none.
+    """
+    found = {"model": fingerprint, **request.identity()}
+    if template is not None:
+        found["template"] = template_identity(template)
+    if encoding is not None:
+        found["encoding"] = codecs.lookup(encoding).name
+    return found
 
 
 class Job:
@@ -127,8 +144,6 @@ class Job:
         self._clock = clock
         self._started = 0.0
         self._problems = found.problems
-        # of the file: (input, digest of settings or None for a failure) per record
-        self._index: list[tuple[str, str | None]] = []
         # of the good records with our settings
         self._done: dict[str, str] = {}
         self._early: dict[str, Document | DocumentError] = {}
@@ -140,7 +155,7 @@ class Job:
         others: set[str] = set()
         if isinstance(output, RecordFile):
             for record in output:
-                digest = self._note(record)
+                _, digest = _entry(record)
                 if digest == ours:
                     self._done[record[FIRST_KEY]] = record.get("sha256") or ""
                 elif digest is not None and record[FIRST_KEY] in named:
@@ -190,13 +205,10 @@ class Job:
         """Drop records that newer ones stand for; False if that was not possible."""
         if not isinstance(self._output, RecordFile):
             return True
-        wanted = kept(self._index)
-        if len(wanted) == len(self._index):
-            return True
-        if not self._output.keep(lambda number: number in wanted):
-            return False
-        self._index = [entry for i, entry in enumerate(self._index) if i in wanted]
-        return True
+        # from the file: an interruption may have come between a record and any note of it
+        index = [_entry(record) for record in self._output]
+        wanted = kept(index)
+        return len(wanted) == len(index) or self._output.keep(lambda number: number in wanted)
 
     def step(self, name: str, share: float, detail: str) -> Step:
         """How far the job is while a document is done to a share (0..1)."""
@@ -263,16 +275,15 @@ class Job:
     def _finish(self, record: Record, on_record: Callable[[Record], None]) -> None:
         record = {**record, "settings": self._settings}
         self._output.append(record)
-        self._note(record)
         self.outcome.add(record)
         self._finished_bytes += self._sizes.get(record[FIRST_KEY], 0)
         on_record(record)
 
-    def _note(self, record: Record) -> str | None:
-        good = record.get("error") is None and isinstance(record.get("summary"), str)
-        digest = _digest(record.get("settings")) if good else None
-        self._index.append((record[FIRST_KEY], digest))
-        return digest
+
+def _entry(record: Record) -> tuple[str, str | None]:
+    """What tells a record from others: its input, and the settings, None for a failure."""
+    good = record.get("error") is None and isinstance(record.get("summary"), str)
+    return record[FIRST_KEY], _digest(record.get("settings")) if good else None
 
 
 def _is_stream(source: Source) -> bool:

@@ -709,6 +709,13 @@ class LlamaBackend(Closing):
             if outer is not None:
                 outer._guard_signal(True)
 
+    def check_interrupted(self) -> None:
+        """Raises Interrupted if the latest `interruptible` ended with a Ctrl-C that nothing native
+        was left to notice."""
+        pressed, self._presses = self._presses > 0, 0
+        if pressed:
+            raise Interrupted("interrupted")
+
     def _guard_signal(self, enable: bool) -> None:
         if self._pointer:
             self._lib.knapspec_sigint_guard(self._pointer, enable)

@@ -12,6 +12,7 @@ Rendering itself is llama-cpp-python's Jinja formatter.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Sequence
@@ -260,6 +261,15 @@ def choose_template(vocabulary: Vocabulary, override: str | None = None) -> Chat
     if not source or not source.strip():
         return None
     return ChatTemplate(source, vocabulary, origin="the model's chat template")
+
+
+def template_identity(override: str) -> str:
+    """What tells an override from others: the name of a built-in template, else a digest of the
+    file. Raises UsageError."""
+    name = override.strip().lower()
+    if name in BUILTIN:
+        return name
+    return hashlib.sha256(_read_template(override).encode()).hexdigest()[:16]
 
 
 def _read_template(path: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
+import unicodedata
+from collections import Counter
 
 from ...errors import DocumentError
 from .extras import missing
@@ -33,6 +35,12 @@ _MAX_CONTROLS = 0.005  # of all characters
 # Characters beyond ASCII that are valid UTF-8, for each broken one: then it is UTF-8 all the same.
 _MIN_GOOD = 10
 _NEARLY_EQUAL = 0.005  # of confidence; less tells nothing
+# What tells text in UTF-16 or UTF-32 without a mark from other data with zeros, all of which can be
+# read as such: a blank or line end now and then, few characters that do not exist, and more in the
+# first block of 256 (ASCII, line ends) than at the beginning of any other, which in the wrong byte
+# order is where those lie. Chinese and Japanese use two of these much.
+_MAX_WORD = 500  # characters for each blank, at the most
+_BLANKS = " \t\r\n\u3000"
 
 
 def looks_like_text(head: bytes) -> bool:
@@ -143,7 +151,23 @@ def _detect(data: bytes, name: str, has_nul: bool) -> tuple[str, tuple[str, ...]
         raise DocumentError(
             f"{name} is not text, or its encoding cannot be told (perhaps {chosen})"
         ) from None
+    if has_nul and not _is_plausible(text):
+        raise DocumentError(f"{name} is not text")
     return text, (f"read as {chosen}",)
+
+
+def _is_plausible(text: str) -> bool:
+    """Whether bytes with zeros that were read as UTF-16 or UTF-32 are text in it."""
+    counts = Counter(text)
+    n_absent = sum(n for c, n in counts.items() if unicodedata.category(c) in ("Cn", "Co", "Cs"))
+    n_first = sum(n for c, n in counts.items() if c < "\u0100")
+    n_starts = sum(n for c, n in counts.items() if ord(c) % 256 == 0 and c not in "\u3000\u4e00")
+    n_blanks = sum(counts[c] for c in _BLANKS)
+    return (
+        n_absent <= _MAX_CONTROLS * len(text)
+        and n_first > n_starts
+        and n_blanks >= len(text) // _MAX_WORD
+    )
 
 
 def _is_binary(text: str) -> bool:

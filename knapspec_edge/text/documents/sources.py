@@ -6,8 +6,9 @@ from __future__ import annotations
 import glob
 import os
 import stat
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _DOCUMENTS = frozenset((*_PROSE, ".pdf", ".docx", ".epub"))
 # Text, but data rather than documents: left out of folders, read where they are named.
 _DATA = frozenset([".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".svg", ".css", ".map", ".lock"])
 _SNIFFED_BYTES = 4096
+_JOINERS = "\u200c\u200d"  # within words of some scripts, and within emoji
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,39 @@ class Found:
     notes: tuple[str, ...]
 
 
-def find(paths: Sequence[str | os.PathLike[str]]) -> Found:
+def find(
+    paths: Sequence[str | os.PathLike[str]], *, outputs: Collection[os.stat_result] = ()
+) -> Found:
     """The inputs behind files, folders (recursively), glob patterns and "-" (standard input).
 
     In the order given, sorted within a folder or pattern, each file once. From a folder come
     documents by their ending and other files that look like text; hidden files and data (JSON, CSV
-    and the like) do not. A file that is named is taken whatever it is.
+    and the like) do not. A file that is named is taken whatever it is, unless it is one of the
+    `outputs`: a pattern that held for the last run also matches what that run wrote.
     """
-    search = _Search()
+    search = _Search({(output.st_dev, output.st_ino) for output in outputs})
     for path in paths:
         search.add(os.fspath(path))
     return Found(tuple(search.sources), tuple(search.problems), tuple(search.notes))
 
 
 def printable(path: str) -> str:
-    """A path as it can be shown on one line and encoded as UTF-8."""
-    text = os.fsencode(path).decode("utf-8", "replace") or '""'
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+    """A path as it can be shown on one line and encoded as UTF-8; another one for each path, since
+    records are told apart by it. What is not text is escaped, and so is the backslash then."""
+    data = os.fsencode(path) or b'""'
+    if os.sep != "\\":
+        data = data.replace(b"\\", rb"\\")
+    return "".join(map(_shown, data.decode("utf-8", "backslashreplace")))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or unicodedata.category(character) == "Zs" or character in _JOINERS:
+        return character
+    if character.isascii():
+        return character.encode("unicode_escape").decode()
+    # not \x85, which stands for a byte
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def reason(error: OSError | ValueError) -> str:
@@ -64,6 +82,7 @@ def reason(error: OSError | ValueError) -> str:
 
 @dataclass
 class _Search:
+    outputs: set[tuple[int, int]]  # device and number of each file
     sources: list[Source] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -159,12 +178,27 @@ class _Search:
 
     def _take(self, source: Source, path: str) -> None:
         key = path if source.path is None else os.path.normcase(os.path.realpath(path))
-        if key not in self._seen:
-            self._seen.add(key)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if source.path is not None and self._is_output(path):
+            self.notes.append(f"left out: {source.name}, where the records go")
+        else:
             self.sources.append(source)
 
+    def _is_output(self, path: str) -> bool:
+        if not self.outputs:
+            return False
+        try:
+            there = os.stat(path)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) in self.outputs
+
     def _fail(self, path: str, message: str) -> None:
-        self.problems.append((printable(path), message))
+        problem = (printable(path), message)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
 
 def _is(entry: os.DirEntry[str], what: str) -> bool:
