@@ -45,8 +45,8 @@ class Value:
         is_number = isinstance(value, Integral if self.whole else Real)
         if not is_number or not self.low <= value <= self.high:  # nan is in no range
             kind = "whole number" if self.whole else "number"
-            high = "" if self.high == MAX_COUNT else f" and {self.high:g}"
-            within = f"between {self.low:g}{high}" if high else f"of {self.low:g} or more"
+            high = MAX_COUNT if self.high == MAX_COUNT else f"{self.high:g}"
+            within = f"between {self.low:g} and {high}"
             raise UsageError(f"{self.name} is {value}; it has to be a {kind} {within}")
 
 

@@ -99,7 +99,8 @@ def tell(address: str) -> None:
 
 
 async def scheduler() -> None:
-    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as there:
+    here = "127.0.0.1"
+    async with Scheduler(host=here, port=0, dashboard_address=f"{here}:0") as there:
         tell(there.address)
         await there.finished()
 

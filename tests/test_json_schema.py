@@ -73,6 +73,20 @@ GOOD_AND_BAD: list[tuple[Any, list[str], list[str]]] = [
     ({"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
      ['{"a":null,"b":1}', '{"aa":1}', "{}"], ['{"a":1}', '{"\\u0061":1}', '{"b":null}']),
     (True, ["1", '[{"a": null}, "x", true]'], ["", "tru", "[1,]"]),
+    # values keep to what stands beside them
+    ({"type": "string", "enum": [1, "a", True]}, ['"a"'], ["1", "true"]),
+    ({"minimum": 3, "enum": [1, 5, "x"]}, ["5", '"x"'], ["1"]),
+    ({"enum": ["ab", "a", [], None], "maxLength": 1, "minItems": 1}, ['"a"', "null"],
+     ['"ab"', "[]"]),
+    ({"$ref": "#/$defs/s", "enum": ["a", "bb"], "$defs": {"s": {"pattern": "^b"}}}, ['"bb"'],
+     ['"a"']),
+    ({"allOf": [{"enum": [1, 2]}, {"enum": [True, 2.0]}]}, ["2"], ["1", "true"]),
+    ({"type": "integer", "anyOf": [{"enum": ["a"]}, {"enum": ["b", 7]}]}, ["7"], ['"a"', '"b"']),
+    ({"allOf": [{"type": ["null", "string"]}, {"type": ["integer", "number", "null"]}]}, ["null"],
+     ["3"]),
+    # one character each, and no half of one
+    ({"type": "string", "maxLength": 1}, ['"\\u00e9"', '"\\uE000"', '"\\ud7ff"', '"🎉"'],
+     ['"\\ud83c\\udf89"', '"\\uDC00"']),
     ("json", ["{}", "3"], ["nothing"]),
     ("true", ["{}"], ["{"]),
 ]  # fmt: skip
@@ -132,6 +146,9 @@ def test_integer_bounds_are_exact(seed: int) -> None:
         ({"allOf": [{"type": "string"}, {"type": "object"}]}, "allows no value"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "two different pattern"),
         ({"allOf": [{"enum": [1]}, {"enum": [2]}]}, "allows no value"),
+        ({"type": "string", "const": 1}, "allows no value"),
+        ({"type": "integer", "anyOf": [{"const": "a"}, {"enum": [1.5]}]}, "allows no value"),
+        ({"const": 1, "allOf": [{"$ref": "#"}]}, "nested too deeply"),
         ({"const": "\ud800"}, "no JSON"),
         ({"const": {1, 2}}, "no JSON"),
         ({"type": "array", "prefixItems": {}}, "prefixItems"),
@@ -254,7 +271,13 @@ def test_files_that_cannot_be_read_are_one_line(read: Any, tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", " \n", "root ::= \0"])
+@pytest.mark.parametrize("read", [read_grammar, read_schema])
+def test_no_file_at_all_is_not_the_current_folder(read: Any) -> None:
+    with pytest.raises(UsageError, match="is empty; give a file"):
+        read("")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "root ::= \0", 'root ::= "\ud800"'])
 def test_grammars_that_can_be_none(text: str) -> None:
     with pytest.raises(UsageError):
         check_grammar(text)

@@ -96,7 +96,8 @@ def test_ranges_and_their_ends(name: str) -> None:
     ("settings", "message"),
     [
         (Settings(preset="hot"), "no preset 'hot'; choose one of greedy, llama.cpp, paper"),
-        (Settings(top_k=1.5), "top-k is 1.5; it has to be a whole number of 0 or more"),  # type: ignore[arg-type]
+        (Settings(top_k=1.5), "top-k is 1.5; it has to be a whole number between 0 and 2147483647"),  # type: ignore[arg-type]
+        (Settings(top_k=2**31), "top-k is 2147483648; it has to be a whole number between 0 and 2"),
         (Settings(temperature=101.0), "temp is 101.0; it has to be a number between 0 and 100"),
         (Settings(logprobs=101), "logprobs is 101"),
         (Settings(logprobs=-1), "logprobs is -1"),

@@ -168,6 +168,7 @@ def in_background(action: Callable[[], Any]) -> threading.Thread:
 
 
 def error_line(result: Result) -> str:
+    assert result.stderr, repr(result.exception)
     *warnings, line = result.stderr.splitlines()
     assert all(line.startswith("knapspec-edge: warning: ") for line in warnings), result.stderr
     assert line.startswith("knapspec-edge: error: "), result.stderr

@@ -555,16 +555,19 @@ def _connect(
     import dask
 
     if n_local is not None:
-        with _interrupts_held():  # what is half started cannot be closed
-            cluster = distributed.LocalCluster(
-                n_workers=n_local,
-                threads_per_worker=1,
-                dashboard_address=None,
-                memory_limit=0,  # the pages of the model's file would count
-                silence_logs=logging.CRITICAL,
-                preload=[_IGNORE_INTERRUPTS],
-            )
-            resources.callback(cluster.close)
+        try:
+            with _interrupts_held():  # what is half started cannot be closed
+                cluster = distributed.LocalCluster(
+                    n_workers=n_local,
+                    threads_per_worker=1,
+                    dashboard_address="127.0.0.1:0",  # the usual port may be another cluster's
+                    memory_limit=0,  # the pages of the model's file would count
+                    silence_logs=logging.CRITICAL,
+                    preload=[_IGNORE_INTERRUPTS],
+                )
+                resources.callback(cluster.close)
+        except (OSError, RuntimeError) as error:
+            raise ClusterError(f"local workers cannot be started: {_reason(error)}") from None
         client = distributed.Client(cluster, set_as_default=False)
     else:
         seconds = config.dask_connect_seconds

@@ -24,6 +24,10 @@ def check_grammar(text: str) -> str:
         raise UsageError("the grammar is empty")
     if "\0" in text:
         raise UsageError("the grammar is not text: it has a zero byte")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("the grammar is not text: it has half of a surrogate pair") from None
     return text
 
 
@@ -80,6 +84,8 @@ def read_schema(text_or_path: str) -> str:
 
 
 def _read(path: str, what: str) -> str:
+    if not path:  # which would be the current folder
+        raise UsageError(f"{what} is empty; give a file")
     try:
         file = Path(path).expanduser()
         if file.stat().st_size > _MAX_FILE_BYTES:

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from ..errors import UsageError
 from .json_pattern import Inexpressible, literal, pattern_grammar, plain_class
+from .json_value import keeps_to, same
 
 Schema = Mapping[str, Any] | bool
 
@@ -32,8 +33,9 @@ _MAX_DIGITS = 15  # of an integer; every double holds those exactly
 _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "space": ('" "?', ()),
     "char": (
-        r'[^"\\\x00-\x1F\x7F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] '
-        r"[0-9a-fA-F])",
+        # no halves of surrogate pairs: two of them are one character, and one is none
+        r'[^"\\\x00-\x1F\x7F] | "\\" (["\\/bfnrt] | '
+        r'"u" ([0-9a-ce-fA-CE-F] [0-9a-fA-F] | [dD] [0-7]) [0-9a-fA-F] [0-9a-fA-F])',
         (),
     ),
     "string": (r'"\"" char* "\""', ("char",)),
@@ -198,12 +200,10 @@ class _Converter:
                 raise UsageError(f"the JSON schema has {key} of {place} without a list of schemas")
         if "$ref" in known:
             return self._reference(known, place, chain)
-        if "const" in known:
-            return self.rule(place.rule, self._literal(known["const"]))
-        if "enum" in known:
-            values = known["enum"]
-            if not isinstance(values, list) or not values:
-                raise UsageError(f"the JSON schema has an enum of {place} without values")
+        values = self._values(known, place)
+        if values is not None:
+            if not values:
+                return self.term(False, place)
             return self.rule(place.rule, " | ".join(map(self._literal, values)))
         if "allOf" in known:
             return self._all_of(known, place, chain)
@@ -214,6 +214,19 @@ class _Converter:
                 parts = [_merge(rest, part, place) if rest else part for part in known[key]]
                 return self._union(parts, place, chain)
         return self._typed(known, place, chain)
+
+    def _values(self, schema: Mapping[str, Any], place: _Place) -> list[Any] | None:
+        """The listed values that keep to the rest of the schema; None where none are listed."""
+        if "const" not in schema and "enum" not in schema:
+            return None
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        if not isinstance(values, list) or not isinstance(schema.get("enum", []), list):
+            values = []
+        if not values or not schema.get("enum", [None]):
+            raise UsageError(f"the JSON schema has an enum of {place} without values")
+        if "format" in schema:
+            self._note(f"format {_short(schema['format'])}")
+        return [v for v in values if keeps_to(v, schema, lambda r: self._target(r, place))]
 
     def _typed(self, schema: dict[str, Any], place: _Place, chain: tuple[str, ...]) -> str:
         kind = schema.get("type")
@@ -239,7 +252,14 @@ class _Converter:
         return special[kind](schema, place) if kind in special else self.builtin(kind)
 
     def _union(self, parts: Sequence[object], place: _Place, chain: tuple[str, ...]) -> str:
-        possible = [part for part in parts if part is not False]
+        possible = [
+            part
+            for part in parts
+            if part is not False
+            and not (
+                isinstance(part, Mapping) and "$ref" not in part and self._values(part, place) == []
+            )
+        ]
         if not possible:
             return self.term(False, place)
         names = [self.term(part, place / i, chain) for i, part in enumerate(possible, 1)]
@@ -514,7 +534,8 @@ def _merge(first: object, second: object, place: _Place) -> object:
         raise UsageError(f"the JSON schema combines what are no schemas for {place}")
     merged = dict(first)
     for key, value in second.items():
-        if key not in merged or merged[key] == value or key not in (_KNOWN | set(_UNENFORCED)):
+        known = key in _KNOWN or key in _UNENFORCED
+        if key not in merged or same(merged[key], value) or not known:
             merged.setdefault(key, value)
             continue
         old = merged[key]
@@ -539,7 +560,7 @@ def _merge(first: object, second: object, place: _Place) -> object:
             if not merged[key]:
                 return False
         elif key == "enum" and isinstance(old, list) and isinstance(value, list):
-            merged[key] = [v for v in old if v in value]
+            merged[key] = [v for v in old if any(same(v, other) for other in value)]
             if not merged[key]:
                 return False
         else:
@@ -553,7 +574,8 @@ def _merge(first: object, second: object, place: _Place) -> object:
 def _common_types(first: object, second: object) -> list[Any]:
     one, two = (kind if isinstance(kind, list) else [kind] for kind in (first, second))
     common = [kind for kind in one if kind in two]
-    if "integer" in (*one, *two) and "integer" not in common and "number" in (*one, *two):
+    among = ("integer" in one and "number" in two) or ("number" in one and "integer" in two)
+    if among and "integer" not in common:
         common.append("integer")
     return common
 

@@ -1,5 +1,6 @@
 #include "knapspec-branch.h"
 #include "knapspec-context.h"
+#include "knapspec-grammar.h"
 
 #include "llama-batch.h"
 #include "llama-context.h"
@@ -490,7 +491,9 @@ int32_t knapspec_context::pick(
             if (i > 0 || is_beside) {
                 continue;
             }
-            if (picked == KNAPSPEC_DEAD_END) {
+            if (picked == KNAPSPEC_DEAD_END && sampling.grammar->is_lost()) {
+                LLAMA_LOG_ERROR("the grammar has too many ways to read the text\n");
+            } else if (picked == KNAPSPEC_DEAD_END) {
                 LLAMA_LOG_ERROR("the grammar allows no token of this model there\n");
             } else {
                 LLAMA_LOG_ERROR("no logit is a number\n");

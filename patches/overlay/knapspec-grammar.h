@@ -27,6 +27,9 @@ struct knapspec_grammar {
     // Whether each of these tokens may come next, in allowed[0..n).
     void test(const llama_token * tokens, size_t n, bool * allowed);
 
+    // Whether there were too many ways to read the text: then nothing is allowed.
+    bool is_lost() const;
+
 private:
     struct deleter { void operator()(llama_grammar * grammar) const { llama_grammar_free_impl(grammar); } };
 
@@ -35,6 +38,7 @@ private:
         llama_grammar_stacks stacks;
         llama_partial_utf8   partial = {};
         bool                 over    = false; // behind an end, or behind text that it does not allow: nothing is constrained
+        bool                 lost    = false; // so many ways to read the text that they are not followed: nothing is allowed
         bool                 looked  = false; // whether first_bytes is known
         std::bitset<256>     first_bytes;     // that the next token's text may begin with
     };
@@ -44,6 +48,7 @@ private:
     enum class part : uint8_t { text, end, none };
     std::vector<part>    parts;       // by token: what it is of an answer
     std::vector<uint8_t> first_byte;  // by token, of its text
+    std::vector<bool>    is_ascii;    // by token
     bool names_tokens = false; // tokens are matched by id as well, not by their text alone
 
     state                    initial;
@@ -53,8 +58,10 @@ private:
 
     std::vector<llama_token_data> candidates;
     std::vector<size_t>           places;
+    std::vector<uint32_t>         code_points;
 
     bool may_end(const state & at) const;
+    bool fits_utf8(const state & at, llama_token token) const;
     state after(const state & at, llama_token token);
     void  find_first_bytes(state & at) const;
 };

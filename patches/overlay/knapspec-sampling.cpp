@@ -203,11 +203,11 @@ void find_maxima(const float * x, int32_t n, float * out) {
     }
 }
 
-// out[i] = min(x[i], most)
+// out[i] = x[i], impossible where it is above `most` or no number
 KNAPSPEC_CLONES
-void clamp_block(const float * x, float * out, int n, float most) {
+void drop_above(const float * x, float * out, int n, float most) {
     for (int i = 0; i < n; ++i) {
-        out[i] = x[i] < most ? x[i] : most;
+        out[i] = x[i] <= most ? x[i] : LOWEST;
     }
 }
 
@@ -672,38 +672,60 @@ bool knapspec_sampler::first_allowed(
     const float  lower = s.min_p > 0.0f ? best_allowed + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
     const double start = before.log_time + ((double) best_allowed - best)*draw_inverse;
     std::vector<arrival> arrivals; // a heap, the latest on top
-    float  x[BLOCK], weights[BLOCK], early[BLOCK];
-    double total = 0.0;
     double latest = std::numeric_limits<double>::infinity(); // to be beaten, not as a logarithm
+    const auto arrive = [&](llama_token i) {
+        double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
+        if (row[i] < floor) {
+            time = log_add(start, time);
+        }
+        if (arrivals.size() == N_FIRST) {
+            if (!(time < arrivals.front().time)) {
+                return;
+            }
+            std::pop_heap(arrivals.begin(), arrivals.end(), earlier);
+            arrivals.pop_back();
+        }
+        arrivals.push_back({ time, i });
+        std::push_heap(arrivals.begin(), arrivals.end(), earlier);
+        if (arrivals.size() == N_FIRST) {
+            latest = std::exp(arrivals.front().time);
+        }
+    };
+    // the likely ones first, so that there is a time to beat
+    const candidate last = kept.back();
+    for (const candidate & c : kept) {
+        if (c.logit <= best_allowed && c.logit >= lower) {
+            arrive(c.id);
+        }
+    }
+    float   x[BLOCK], weights[BLOCK], early[BLOCK];
+    int32_t hit[BLOCK/LANES];
+    double  total = 0.0;
     for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
         const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-        clamp_block(row + begin, x, n, best_allowed);
+        drop_above(row + begin, x, n, best_allowed);
         exp_block(x, weights, n, best_allowed, lower, (float) draw_inverse);
+        const float sum = sum_block(weights, n);
+        if (!(sum > 0.0f)) {
+            continue;
+        }
+        total += sum;
         noise_block(noise, begin, early, n);
+        int padded = n;
+        for (; padded % LANES; ++padded) {
+            weights[padded] = 0.0f;
+            early  [padded] = 1.0f;
+        }
+        const float limit = (float) std::min<double>(latest*1.00001, std::numeric_limits<float>::max());
+        if (!any_before(early, weights, padded, limit, hit)) {
+            continue;
+        }
         for (int j = 0; j < n; ++j) {
-            const int32_t i = begin + j;
-            if (!(weights[j] > 0.0f) || row[i] > best_allowed) {
-                continue;
-            }
-            total += weights[j];
-            if (early[j] >= latest*weights[j]*1.00001) {
-                continue;
-            }
-            double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
-            if (row[i] < floor) {
-                time = log_add(start, time);
-            }
-            if (arrivals.size() == N_FIRST) {
-                if (!(time < arrivals.front().time)) {
-                    continue;
-                }
-                std::pop_heap(arrivals.begin(), arrivals.end(), earlier);
-                arrivals.pop_back();
-            }
-            arrivals.push_back({ time, i });
-            std::push_heap(arrivals.begin(), arrivals.end(), earlier);
-            if (arrivals.size() == N_FIRST) {
-                latest = std::exp(arrivals.front().time);
+            const llama_token i = begin + j;
+            if (!hit[j/LANES]) {
+                j += LANES - 1;
+            } else if (early[j] < limit*weights[j] && more_probable(last, { row[i], i, 0.0f, 0.0f })) {
+                arrive(i);
             }
         }
     }

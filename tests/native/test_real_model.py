@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,28 @@ def test_a_speculated_round_leaves_the_state_of_a_plain_one(opened: tuple[Any, f
     context.verify(block, greedy)
     assert all(np.array_equal(context.logits(i), expected[i]) for i in range(3))
     context.truncate(0)
+
+
+def test_what_a_grammar_allows_is_utf8(patched_library: Path) -> None:
+    """Bytes that never become the character they would stand for are shown as several: one of a
+    counted string would be three."""
+    with open_model(model_file("Q4_1")) as model, open_context(model, ctx_tokens=64) as context:
+        tokens = {model.token_bytes(t, special=True): t for t in range(model.n_vocab)}
+        lib = context._lib
+        grammar = lib.knapspec_grammar_init(model.pointer, b"root ::= .{1,2}", b"root", None, 0)
+        assert grammar
+
+        def allowed(data: bytes) -> list[bool]:
+            """Whether each byte may come behind those before it, each a token of its own."""
+            ids = [tokens[bytes([byte])] for byte in data]
+            return [
+                lib.knapspec_grammar_allows(grammar, (ctypes.c_int32 * i)(*ids[:i]), i, ids[i])
+                for i in range(len(ids))
+            ]
+
+        for character in "é日\ud7ff\ue000🎉\U0010ffff":
+            assert all(allowed(character.encode()))
+        # longer than it has to be, halves of surrogate pairs, beyond the last code point
+        for data in (b"\xe0\x80", b"\xe0\x9f", b"\xed\xa0", b"\xf0\x80", b"\xf4\x90", b"\xe9a"):
+            assert allowed(data) == [True, False]
+        lib.knapspec_grammar_free(grammar)

@@ -509,6 +509,39 @@ def test_log_probabilities_are_those_of_the_model(llama: Any, n: int) -> None:
     llama.truncate(0)
 
 
+# -- grammars that are much work -------------------------------------------------------------------
+
+# each rule begins in twice as many ways as the one below
+DOUBLING = "".join(f'r{i} ::= r{i + 1} | r{i + 1} "x"\n' for i in range(40)) + 'r40 ::= "1"'
+CHAIN = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(99_999)) + "r99999 ::= [1]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CHAIN,
+        f"root ::= {'(' * 900}[12]{')' * 900}",
+        'root ::= ((("1"*)*)*)* "2"',  # nothing may be repeated, and then nothing again
+        f"root ::= {' | '.join(chr(34) + str(10_000 + i) + chr(34) for i in range(10_000))}",
+    ],
+    ids=["a long chain", "deep groups", "repetitions of nothing", "many values"],
+)
+def test_large_grammars_are_taken(llama: Any, text: str) -> None:
+    """The text of a token of this model is its number, in hexadecimal digits."""
+    sampling = Sampling(grammar=Grammar(text))
+    (first,), _ = said(Session(llama), sampling, 1, None, PROMPT)
+    assert first.token in (1, 2, *range(0x10, 0x1A))
+
+
+def test_a_text_that_can_be_read_in_too_many_ways_is_refused(llama: Any) -> None:
+    """Every character doubles the ways: the answer ends in one line, in bounded time."""
+    sampling = Sampling(grammar=Grammar('root ::= x\nx ::= [0-9a-f] x "b" | [0-9a-f] x "c" | "z"'))
+    session = Session(llama)
+    with pytest.raises(NoTokenError, match="too many ways to read the text"):
+        list(session.generate(PROMPT, sampling=sampling, max_tokens=30))
+    assert said(session, Sampling(), 3, None, PROMPT)[0]
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -521,9 +554,17 @@ def test_log_probabilities_are_those_of_the_model(llama: Any, n: int) -> None:
         (Sampling(grammar=Grammar("root ::= (")), "grammar cannot be read"),
         (Sampling(grammar=Grammar("root ::= other")), "other is used and not defined"),
         (Sampling(grammar=Grammar('other ::= "a"')), "grammar cannot be read"),
-        (Sampling(grammar=Grammar('root ::= root "a"')), "grammar cannot be read"),
+        (Sampling(grammar=Grammar('root ::= root "a"')), "root begins with nothing but itself"),
+        (Sampling(grammar=Grammar('root ::= e root "a" | "b"\ne ::= n n\nn ::= "z"?')), "itself"),
+        (Sampling(grammar=Grammar('root ::= "a" x\nx ::= e x\ne ::= n n\nn ::= ""')), "itself"),
+        (Sampling(grammar=Grammar(f"root ::= {'(' * 100_000}")), "nested too deeply"),
+        (Sampling(grammar=Grammar(f"root ::= r0\n{DOUBLING}")), "too many ways"),
+        (Sampling(grammar=Grammar(f'root ::= "{"a" * 100_000}"{{2000}}')), "repetitions are too"),
+        (Sampling(grammar=Grammar('root ::= "a"{99999999999999999999999}')), "too l"),
+        (Sampling(grammar=Grammar("root ::= <[99999999999999999999999]>")), "number in it is too"),
+        (Sampling(grammar=Grammar("root\r\n")), "expecting ::="),
     ],
-    ids=str,
+    ids=lambda value: str(value)[-60:],
 )
 def test_what_this_model_cannot_be_asked_for(llama: Any, sampling: Sampling, message: str) -> None:
     session = Session(llama)
