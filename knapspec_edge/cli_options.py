@@ -36,6 +36,12 @@ def option(*names: str, **settings: Any) -> Callable[[F], F]:
     return click.option(*names, envvar=variable, **settings)
 
 
+class Texts(click.types.StringParamType):
+    """Several texts; in an environment variable one per line, as a text may hold spaces."""
+
+    envvar_list_splitter = "\n"
+
+
 class Number(click.FloatRange):
     """A range without "nan", which compares as inside every range."""
 
@@ -211,9 +217,11 @@ ANSWER_OPTIONS = (
     option("--max-tokens", type=click.IntRange(1), help="Longest answer in tokens."),
     option(
         "--stop",
+        type=Texts(),
         multiple=True,
         metavar="TEXT",
-        help="End the answer before TEXT (\\\\n is a newline); repeatable.",
+        help="End the answer before TEXT (\\\\n is a newline); repeatable (in the environment: one "
+        "per line).",
     ),
     option("--system", metavar="TEXT", help="System prompt."),
 )

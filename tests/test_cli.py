@@ -225,6 +225,15 @@ def test_limits_and_stop_strings(opened: Opened) -> None:
     assert invoke("run", "a\nb", "--stop", "\\nb").stdout == "You said: a\n"
 
 
+def test_stop_strings_from_the_environment_may_hold_spaces(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KNAPSPEC_EDGE_STOP", "lo wo\nsai")
+    assert invoke("run", "hello world").stdout == "You \n"
+    monkeypatch.setenv("KNAPSPEC_EDGE_STOP", "lo wo")
+    assert invoke("run", "hello world").stdout == "You said: hel\n"
+
+
 def test_system_prompt_is_sent(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = Engine.chat
