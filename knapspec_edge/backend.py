@@ -111,7 +111,8 @@ class Backend(Protocol):
     def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
         """Append one token under a plan (None: the full model) and pick the next.
 
-        Raises NoTokenError where there is none to pick; the token is not appended then."""
+        Raises NoTokenError where there is none to pick, CompleteError where none is needed; the
+        token is not appended then."""
         ...
 
     def verify(self, tokens: Sequence[int], sampling: Sampling) -> list[Pick]:

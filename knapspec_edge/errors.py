@@ -63,6 +63,10 @@ class ClusterError(KnapspecError):
     """The machines that were to share a job are not there, or were lost."""
 
 
+class CompleteError(NoTokenError):
+    """The answer is all that its grammar asks for, and the vocabulary has no token that ends it."""
+
+
 class Interrupted(KnapspecError):
     """The user interrupted a native computation. The KV cache holds only accepted tokens."""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ..backend import Backend
-from ..errors import Interrupted, NoTokenError
+from ..errors import CompleteError, Interrupted, NoTokenError
 from ..records import Draft, Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
 from .policy import Policy
 from .rollback import rewind
@@ -112,7 +112,7 @@ class Loop:
         """Prefill `tokens` behind what is in the cache, then emit up to `limit` (>= 1) tokens.
 
         Cache positions up to n_past + len(tokens) + limit must exist. Raises what the backend
-        raises; Interrupted and KeyboardInterrupt set the finish reason. Time that the reader spends
+        raises, but for CompleteError, which is an end; Interrupted and KeyboardInterrupt set the finish reason. Time that the reader spends
         between two tokens is not counted.
         """
         stats, backend = self.stats, self.backend
@@ -130,6 +130,8 @@ class Loop:
                     stats.predicted_ms += 1000.0 * (self.clock() - started)
                 for i, pick in enumerate(picks):
                     yield self._emit(pick, position + 1 + i, drafted=i < self._accepted)
+        except CompleteError:
+            stats.finish_reason = "stop"
         except (Interrupted, KeyboardInterrupt):
             stats.finish_reason = "interrupted"
             raise

@@ -27,6 +27,7 @@ ABORTED = 2
 BAD_ARGUMENT = -10
 BAD_LOGITS = -11
 DEAD_END = -12
+COMPLETE = -13
 
 
 class LogitBias(ctypes.Structure):

@@ -17,6 +17,7 @@ from ..backend import Beside
 from ..closing import Closing
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX
 from ..errors import (
+    CompleteError,
     ContextError,
     Interrupted,
     NativeError,
@@ -838,6 +839,8 @@ class LlamaBackend(Closing):
                 f"the KV cache has no room for {n} more tokens after {before}: raise --ctx"
             )
         reason = bindings.last_error(self._lib) or f"code {code}"
+        if code == bindings.COMPLETE:
+            raise CompleteError(f"the answer ends at position {before + n}: {reason}")
         if code in (bindings.BAD_LOGITS, bindings.DEAD_END):
             raise NoTokenError(f"the answer cannot go on at position {before + n}: {reason}")
         raise NativeError(f"llama.cpp failed at position {before}: {reason}")

@@ -493,6 +493,8 @@ int32_t knapspec_context::pick(
             }
             if (picked == KNAPSPEC_DEAD_END && sampling.grammar->is_lost()) {
                 LLAMA_LOG_ERROR("the grammar has too many ways to read the text\n");
+            } else if (picked == KNAPSPEC_COMPLETE) {
+                LLAMA_LOG_ERROR("the answer is complete\n");
             } else if (picked == KNAPSPEC_DEAD_END) {
                 LLAMA_LOG_ERROR("the grammar allows no token of this model there\n");
             } else {

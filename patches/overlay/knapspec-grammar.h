@@ -30,6 +30,9 @@ struct knapspec_grammar {
     // Whether there were too many ways to read the text: then nothing is allowed.
     bool is_lost() const;
 
+    // Whether the answer may end here.
+    bool is_complete() const { return may_end(states.back()); }
+
 private:
     struct deleter { void operator()(llama_grammar * grammar) const { llama_grammar_free_impl(grammar); } };
 

@@ -905,6 +905,9 @@ int32_t knapspec_sampler::pick(
         if (!allowed) {
             const outcome before = found;
             ret = again(s, before, best, floor, found);
+            if (ret == KNAPSPEC_DEAD_END && s.grammar->is_complete()) {
+                ret = KNAPSPEC_COMPLETE;
+            }
         }
     }
     while (!edits.empty()) { // the latest first: a token may be there twice

@@ -10,7 +10,8 @@
 class knapspec_sampler {
 public:
     // Picks the token behind a text of `position` tokens, of which text[0..n_text) are the last. The row is changed and put
-    // back. KNAPSPEC_OK, or KNAPSPEC_BAD_LOGITS, KNAPSPEC_BAD_ARGUMENT, KNAPSPEC_DEAD_END.
+    // back. KNAPSPEC_OK, or KNAPSPEC_BAD_LOGITS, KNAPSPEC_BAD_ARGUMENT, KNAPSPEC_DEAD_END,
+    // KNAPSPEC_COMPLETE.
     int32_t pick(
             float                   * logits,
             int32_t                   n_vocab,

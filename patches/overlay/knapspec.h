@@ -37,6 +37,7 @@ enum knapspec_status {
     KNAPSPEC_BAD_ARGUMENT = -10,
     KNAPSPEC_BAD_LOGITS   = -11, // a row without any finite logit
     KNAPSPEC_DEAD_END     = -12, // the grammar allows no token
+    KNAPSPEC_COMPLETE     = -13, // nor need there be one: the answer is complete, and the vocabulary has no token that says so
 };
 
 struct knapspec_graph_stats {

@@ -463,6 +463,27 @@ def test_nothing_allowed_is_an_error_of_its_own(llama: Any) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 @pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_a_complete_answer_ends_without_an_end_token(
+    llama: Any, temperature: float, gamma: int
+) -> None:
+    """This vocabulary has no token that ends a text."""
+    assert not any(llama.is_end(token) for token in range(llama.n_vocab))
+    sampling = Sampling(temperature, seed=4, grammar=Grammar('root ::= [1-4] [0-9] "a" [0-9]'))
+    texts = []
+    for draft in (None, forced(llama, 1, gamma=gamma)):
+        session = Session(llama)
+        generation = session.generate(PROMPT, sampling=sampling, draft=draft, max_tokens=20)
+        tokens = [event.token for event in generation]
+        assert generation.stats.finish_reason == "stop"
+        check_stats(generation.stats)
+        assert session.ids == tuple([*PROMPT, *tokens][:-1])
+        texts.append(tokens)
+    assert re.fullmatch("[1-4][0-9]a[0-9]", "".join(f"{t:x}" for t in texts[0]))
+    assert texts[1] == texts[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("gamma", [1, 2, 5])
 def test_a_dead_end_is_where_plain_decoding_has_it(
     llama: Any, temperature: float, gamma: int
 ) -> None:
