@@ -112,8 +112,8 @@ class Loop:
         """Prefill `tokens` behind what is in the cache, then emit up to `limit` (>= 1) tokens.
 
         Cache positions up to n_past + len(tokens) + limit must exist. Raises what the backend
-        raises, but for CompleteError, which is an end; Interrupted and KeyboardInterrupt set the finish reason. Time that the reader spends
-        between two tokens is not counted.
+        raises, but for CompleteError, which is an end; Interrupted and KeyboardInterrupt set the
+        finish reason. Time that the reader spends between two tokens is not counted.
         """
         stats, backend = self.stats, self.backend
         try:
