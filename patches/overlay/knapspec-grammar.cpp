@@ -248,6 +248,12 @@ std::string shortened(const std::string & message) {
     return n < message.size() ? message.substr(0, n) + " ..." : message;
 }
 
+// A character of which this is the first byte.
+llama_partial_utf8 begun(uint8_t byte) {
+    const int left = byte < 0x80 ? 0 : byte < 0xe0 ? 1 : byte < 0xf0 ? 2 : 3;
+    return { left == 0 ? byte : byte & ((1u << (6 - left)) - 1), left };
+}
+
 // Whether a token's text goes on as UTF-8 after `partial`. The grammar would take some bytes for a character that are none,
 // such as half of a pair of surrogates, and what is shown for them is something else.
 bool is_utf8(llama_partial_utf8 partial, const std::string & piece) {
@@ -259,8 +265,9 @@ bool is_utf8(llama_partial_utf8 partial, const std::string & piece) {
             if (byte >= 0x80 && (byte < 0xc2 || byte > 0xf4)) {
                 return false;
             }
-            left  = byte < 0x80 ? 0 : byte < 0xe0 ? 1 : byte < 0xf0 ? 2 : 3;
-            value = left == 0 ? byte : byte & ((1u << (6 - left)) - 1);
+            const llama_partial_utf8 first = begun(byte);
+            value = first.value;
+            left  = first.n_remain;
             continue;
         }
         const uint32_t next = (value << 6) | (byte & 0x3fu);
@@ -282,8 +289,7 @@ llama_partial_utf8 decode(llama_partial_utf8 partial, const std::string & piece,
         if (partial.n_remain > 0) {
             partial = { (partial.value << 6) | (byte & 0x3fu), partial.n_remain - 1 };
         } else {
-            const int left = byte < 0x80 ? 0 : byte < 0xe0 ? 1 : byte < 0xf0 ? 2 : 3;
-            partial = { left == 0 ? byte : byte & ((1u << (6 - left)) - 1), left };
+            partial = begun(byte);
         }
         if (partial.n_remain == 0) {
             code_points.push_back(partial.value);
@@ -423,13 +429,11 @@ void knapspec_grammar::find_first_bytes(state & at) const {
     uint32_t texts[256][2] = {};
     llama_grammar_candidates left;
     for (uint32_t byte = 1; byte < 256; ++byte) {
-        const int length = byte < 0x80 ? 1 : byte < 0xc0 ? 0 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
-        if (length == 1) {
+        if (byte < 0x80) {
             texts[byte][0] = byte;
             left.push_back({ byte, texts[byte], { 0, 0 }, LLAMA_TOKEN_NULL });
-        } else if (length > 1) {
-            const uint32_t value = byte & ((1u << (7 - length)) - 1);
-            left.push_back({ byte, texts[byte], { value, length - 1 }, LLAMA_TOKEN_NULL });
+        } else if (byte >= 0xc0) {
+            left.push_back({ byte, texts[byte], begun(byte), LLAMA_TOKEN_NULL });
         }
     }
     at.first_bytes.reset();

@@ -24,6 +24,9 @@ constexpr int BLOCK = 1024; // keeps single-precision partial sums short; a mult
 constexpr int SPAN_ROWS = 32;
 constexpr int SPAN      = SPAN_ROWS*LANES;
 
+// Of the most probable tokens, how many are looked at before anything else.
+constexpr size_t N_LIKELY = 64;
+
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 using candidate  = knapspec_sampler::candidate;
@@ -102,11 +105,10 @@ struct best_two {
 // NaN never wins a comparison and is passed over
 KNAPSPEC_CLONES
 best_two find_best(const float * logits, int32_t n_vocab) {
-    const float lowest = -std::numeric_limits<float>::infinity();
     float first [LANES];
     float second[LANES];
     for (int j = 0; j < LANES; ++j) {
-        first[j] = second[j] = lowest;
+        first[j] = second[j] = LOWEST;
     }
     int32_t i = 0;
     for (; i + LANES <= n_vocab; i += LANES) {
@@ -117,7 +119,7 @@ best_two find_best(const float * logits, int32_t n_vocab) {
             second[j] = low > second[j] ? low : second[j];
         }
     }
-    best_two best = { lowest, lowest };
+    best_two best = { LOWEST, LOWEST };
     const auto add = [&best](float x) {
         if (x > best.first) {
             best.second = best.first;
@@ -154,7 +156,6 @@ float sum_block(const float * x, int n) {
     }
     return total;
 }
-
 
 // sum of weights[i]*(x[i] - best)/T
 KNAPSPEC_CLONES
@@ -279,6 +280,10 @@ double log_add(double a, double b) {
     return high + std::log1p(std::exp(low - high));
 }
 
+bool penalises(const knapspec_sampling & s) {
+    return s.penalty_last_n != 0 && (s.repeat_penalty != 1.0f || s.presence_penalty != 0.0f || s.frequency_penalty != 0.0f);
+}
+
 uint64_t noise_of(uint64_t seed, int64_t position) {
     return mix(mix(seed + GOLDEN) ^ (GOLDEN*(uint64_t) (position + 1)));
 }
@@ -292,8 +297,7 @@ knapspec_sampling knapspec_sampler::greedy() {
 }
 
 bool knapspec_sampler::needs_text(const knapspec_sampling & s) {
-    return s.grammar || (s.penalty_last_n != 0 &&
-            (s.repeat_penalty != 1.0f || s.presence_penalty != 0.0f || s.frequency_penalty != 0.0f));
+    return s.grammar || penalises(s);
 }
 
 bool knapspec_sampler::filters(const knapspec_sampling & s) const {
@@ -316,7 +320,7 @@ void knapspec_sampler::change(float * logits, const knapspec_sampling & s, const
             logits[token] += s.bias[i].bias;
         }
     }
-    if (s.penalty_last_n == 0 || (s.repeat_penalty == 1.0f && s.presence_penalty == 0.0f && s.frequency_penalty == 0.0f)) {
+    if (!penalises(s)) {
         return;
     }
     const size_t n = s.penalty_last_n < 0 ? n_text : std::min<size_t>(n_text, s.penalty_last_n);
@@ -342,9 +346,23 @@ void knapspec_sampler::change(float * logits, const knapspec_sampling & s, const
 // candidates
 //
 
-void knapspec_sampler::scan() {
+// Look through the row once; its best logit.
+float knapspec_sampler::scan() {
     maxima.resize((size_t) (n_row + SPAN - 1)/SPAN*LANES);
     find_maxima(row, n_row, maxima.data());
+    return *std::max_element(maxima.begin(), maxima.end());
+}
+
+// Of all tokens; that of `best` is 1.
+double knapspec_sampler::weight_of_row(float best, float inverse) const {
+    float  weights[BLOCK];
+    double total = 0.0;
+    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
+        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
+        exp_block(row + begin, weights, n, best, LOWEST, inverse);
+        total += sum_block(weights, n);
+    }
+    return total;
 }
 
 // All tokens with low <= logit <= high but those that are impossible. Needs scan().
@@ -415,8 +433,7 @@ void knapspec_sampler::keep_typical(candidates & list, float p) {
     keep_weight(list, p*total, true, more_typical);
 }
 
-void knapspec_sampler::keep_typical_of_row(float p) {
-    const float best = *std::max_element(maxima.begin(), maxima.end());
+void knapspec_sampler::keep_typical_of_row(float best, float p) {
     float  weights[BLOCK];
     double total = 0.0, mean = 0.0;
     for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
@@ -451,17 +468,9 @@ void knapspec_sampler::keep_top_p(candidates & list, float p) {
     keep_weight(list, p*total_weight(list), false, more_probable);
 }
 
-void knapspec_sampler::keep_top_p_of_row(float p) {
-    const float best = *std::max_element(maxima.begin(), maxima.end());
-    float  weights[BLOCK];
-    double total = 0.0;
-    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
-        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-        exp_block(row + begin, weights, n, best, LOWEST, filter_inverse);
-        total += sum_block(weights, n);
-    }
-    const double target = p*total;
-    for (size_t n = 64;; n = n < 4096 ? 8*n : n_row) { // a flat row is not worth many tries
+void knapspec_sampler::keep_top_p_of_row(float best, float p) {
+    const double target = p*weight_of_row(best, filter_inverse);
+    for (size_t n = N_LIKELY;; n = n < 4096 ? 8*n : n_row) { // a flat row is not worth many tries
         most_probable(n, chosen);
         weigh(chosen, best, filter_inverse);
         if (chosen.size() < n || n >= (size_t) n_row || total_weight(chosen) >= target) {
@@ -471,9 +480,26 @@ void knapspec_sampler::keep_top_p_of_row(float p) {
     }
 }
 
-void knapspec_sampler::keep_min_p(candidates & list, float p) {
-    const float floor = best_logit(list) + logf(std::fmin(p, 1.0f))/filter_inverse;
-    list.erase(std::remove_if(list.begin(), list.end(), [floor](const candidate & c) { return c.logit < floor; }), list.end());
+// The least logit that min-p keeps, where this is the best; never above it.
+float knapspec_sampler::min_p_floor(float best, float p) const {
+    return p > 0.0f ? best + logf(std::fmin(p, 1.0f))/filter_inverse : LOWEST;
+}
+
+// What the filters from `first` on leave of a list.
+void knapspec_sampler::filter(candidates & list, const knapspec_sampling & s, stage first) {
+    if (first <= stage::typical && s.typical_p < 1.0f) {
+        keep_typical(list, s.typical_p);
+    }
+    if (!(s.temperature > 0.0f)) {
+        return; // no other filter drops the most probable token
+    }
+    if (first <= stage::top_p && s.top_p < 1.0f) {
+        keep_top_p(list, s.top_p);
+    }
+    if (s.min_p > 0.0f) {
+        const float floor = min_p_floor(best_logit(list), s.min_p);
+        list.erase(std::remove_if(list.begin(), list.end(), [floor](const candidate & c) { return c.logit < floor; }), list.end());
+    }
 }
 
 //
@@ -500,14 +526,7 @@ knapspec_sampler::outcome knapspec_sampler::best_of(const candidates & list) {
 }
 
 knapspec_sampler::outcome knapspec_sampler::argmax_of_row(float best, float second, llama_token top) {
-    float  weights[BLOCK];
-    double total = 0.0;
-    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
-        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-        exp_block(row + begin, weights, n, best, LOWEST, 1.0f);
-        total += sum_block(weights, n);
-    }
-    return { top, (float) (1.0/total), best - second, 0.0 };
+    return { top, (float) (1.0/weight_of_row(best, 1.0f)), best - second, 0.0 };
 }
 
 // Among a list. `before`: a race that somebody won who may not, on the scale of this list's best; its other participants
@@ -536,39 +555,32 @@ knapspec_sampler::outcome knapspec_sampler::race(const candidates & list, const 
     return { winner->id, (float) (weight/total), (float) (second_time - first_time), first_time };
 }
 
-// Among the whole row down to `floor`. Since -log(u) >= 1 - u, a token whose 1 - u is not below the time it has to beat needs
-// no logarithm. The likely ones go first, so that there is a time to beat. Needs scan().
-knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
-    const double infinity = std::numeric_limits<double>::infinity();
-    const auto weight = [&](float x) { return std::exp(((double) x - best)*draw_inverse); };
-    double  first_time = infinity, second_time = infinity;
-    int32_t winner = 0;
-    const auto arrive = [&](int32_t i) {
-        const double time = -std::log1p(-one_minus_uniform(noise, i)) / weight(row[i]);
-        if (time < first_time) {
-            second_time = first_time;
-            first_time  = time;
-            winner      = i;
-        } else if (time < second_time) {
-            second_time = time;
-        }
-    };
-    most_probable(64, kept);
-    for (const candidate & c : kept) {
-        if (c.logit >= floor) {
+// Calls arrive(token) for the tokens from `floor` up to `best` that may arrive before time(), which is on the scale of `best`:
+// since -log(u) >= 1 - u, a token whose 1 - u is not below the time it has to beat needs no logarithm. The likely ones, which
+// are the most probable of the row, go first, so that there is a time to beat. Returns the weight of all.
+template <typename time_to_beat, typename arrival>
+double knapspec_sampler::arrivals(
+        const candidates & likely, float best, float floor, const time_to_beat & time, const arrival & arrive) const {
+    for (const candidate & c : likely) {
+        if (c.logit <= best && c.logit >= floor) {
             arrive(c.id);
         }
     }
+    const candidate last = *std::max_element(likely.begin(), likely.end(), more_probable);
+    const bool whole = best_logit(likely) <= best;
 
-    float   weights[BLOCK], early[BLOCK];
+    float   x[BLOCK], weights[BLOCK], early[BLOCK];
     int32_t hit[BLOCK/LANES];
     double  total = 0.0;
     for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
         const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-        exp_block(row + begin, weights, n, best, floor, (float) draw_inverse);
+        if (!whole) {
+            drop_above(row + begin, x, n, best);
+        }
+        exp_block(whole ? row + begin : x, weights, n, best, floor, (float) draw_inverse);
         const float sum = sum_block(weights, n);
         if (!(sum > 0.0f)) {
-            continue; // all below the floor
+            continue; // none in between
         }
         total += sum;
         noise_block(noise, begin, early, n);
@@ -578,18 +590,39 @@ knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
             early  [padded] = 1.0f;
         }
         // single precision only rules out, with room for its error
-        const float limit = (float) std::min<double>(second_time*1.00001, std::numeric_limits<float>::max());
+        const float limit = (float) std::min<double>(time()*1.00001, std::numeric_limits<float>::max());
         if (!any_before(early, weights, padded, limit, hit)) {
             continue;
         }
         for (int j = 0; j < n; ++j) {
+            const llama_token i = begin + j;
             if (!hit[j/LANES]) {
                 j += LANES - 1;
-            } else if (early[j] < limit*weights[j] && begin + j != winner) { // who has arrived before does not do so again
-                arrive(begin + j);
+            } else if (early[j] < limit*weights[j] && more_probable(last, { row[i], i, 0.0f, 0.0f })) {
+                arrive(i);
             }
         }
     }
+    return total;
+}
+
+// Among the whole row down to `floor`. Needs scan().
+knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
+    const double infinity = std::numeric_limits<double>::infinity();
+    const auto weight = [&](float x) { return std::exp(((double) x - best)*draw_inverse); };
+    double  first_time = infinity, second_time = infinity;
+    int32_t winner = 0;
+    most_probable(N_LIKELY, kept);
+    const double total = arrivals(kept, best, floor, [&] { return second_time; }, [&](llama_token i) {
+        const double time = -std::log1p(-one_minus_uniform(noise, i)) / weight(row[i]);
+        if (time < first_time) {
+            second_time = first_time;
+            first_time  = time;
+            winner      = i;
+        } else if (time < second_time) {
+            second_time = time;
+        }
+    });
     const float margin = std::isfinite(second_time) ? (float) std::log(second_time/first_time)
                                                     : std::numeric_limits<float>::infinity();
     return { winner, (float) (weight(row[winner])/total), margin, std::log(first_time) };
@@ -629,7 +662,7 @@ void knapspec_sampler::gather_allowed(knapspec_grammar & grammar, candidates & o
 // The most probable tokens that the grammar allows, at least n, best first: `out`, out of those `tested`. Returns true if these
 // are all that it allows, in no order; `tested` then means nothing.
 bool knapspec_sampler::most_probable_allowed(knapspec_grammar & grammar, size_t n, candidates & tested, candidates & out) {
-    const size_t size = std::max<size_t>(64, 2*n);
+    const size_t size = std::max(N_LIKELY, 2*n);
     most_probable(size, tested);
     const bool all = tested.size() < size;
     std::sort(tested.begin(), tested.end(), more_probable);
@@ -669,82 +702,44 @@ bool knapspec_sampler::first_allowed(
     const auto earlier = [](const arrival & a, const arrival & b) { return a.time < b.time; };
 
     const float  best_allowed = allowed[0].logit;
-    const float  lower = s.min_p > 0.0f ? best_allowed + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
+    const float  lower = min_p_floor(best_allowed, s.min_p);
     const double start = before.log_time + ((double) best_allowed - best)*draw_inverse;
-    std::vector<arrival> arrivals; // a heap, the latest on top
+    std::vector<arrival> arrived; // a heap, the latest on top
     double latest = std::numeric_limits<double>::infinity(); // to be beaten, not as a logarithm
-    const auto arrive = [&](llama_token i) {
+    const double total = arrivals(kept, best_allowed, lower, [&] { return latest; }, [&](llama_token i) {
         double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
         if (row[i] < floor) {
             time = log_add(start, time);
         }
-        if (arrivals.size() == N_FIRST) {
-            if (!(time < arrivals.front().time)) {
+        if (arrived.size() == N_FIRST) {
+            if (!(time < arrived.front().time)) {
                 return;
             }
-            std::pop_heap(arrivals.begin(), arrivals.end(), earlier);
-            arrivals.pop_back();
+            std::pop_heap(arrived.begin(), arrived.end(), earlier);
+            arrived.pop_back();
         }
-        arrivals.push_back({ time, i });
-        std::push_heap(arrivals.begin(), arrivals.end(), earlier);
-        if (arrivals.size() == N_FIRST) {
-            latest = std::exp(arrivals.front().time);
+        arrived.push_back({ time, i });
+        std::push_heap(arrived.begin(), arrived.end(), earlier);
+        if (arrived.size() == N_FIRST) {
+            latest = std::exp(arrived.front().time);
         }
-    };
-    // the likely ones first, so that there is a time to beat
-    const candidate last = kept.back();
-    for (const candidate & c : kept) {
-        if (c.logit <= best_allowed && c.logit >= lower) {
-            arrive(c.id);
-        }
-    }
-    float   x[BLOCK], weights[BLOCK], early[BLOCK];
-    int32_t hit[BLOCK/LANES];
-    double  total = 0.0;
-    for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
-        const int n = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-        drop_above(row + begin, x, n, best_allowed);
-        exp_block(x, weights, n, best_allowed, lower, (float) draw_inverse);
-        const float sum = sum_block(weights, n);
-        if (!(sum > 0.0f)) {
-            continue;
-        }
-        total += sum;
-        noise_block(noise, begin, early, n);
-        int padded = n;
-        for (; padded % LANES; ++padded) {
-            weights[padded] = 0.0f;
-            early  [padded] = 1.0f;
-        }
-        const float limit = (float) std::min<double>(latest*1.00001, std::numeric_limits<float>::max());
-        if (!any_before(early, weights, padded, limit, hit)) {
-            continue;
-        }
-        for (int j = 0; j < n; ++j) {
-            const llama_token i = begin + j;
-            if (!hit[j/LANES]) {
-                j += LANES - 1;
-            } else if (early[j] < limit*weights[j] && more_probable(last, { row[i], i, 0.0f, 0.0f })) {
-                arrive(i);
-            }
-        }
-    }
-    std::sort_heap(arrivals.begin(), arrivals.end(), earlier);
+    });
+    std::sort_heap(arrived.begin(), arrived.end(), earlier);
     bool fits[N_FIRST];
     ids.clear();
-    for (const arrival & a : arrivals) {
+    for (const arrival & a : arrived) {
         ids.push_back(a.id);
     }
     s.grammar->test(ids.data(), ids.size(), fits);
-    const size_t at = std::find(fits, fits + arrivals.size(), true) - fits;
-    if (at == arrivals.size()) {
+    const size_t at = std::find(fits, fits + arrived.size(), true) - fits;
+    if (at == arrived.size()) {
         return false;
     }
-    const size_t next = std::find(fits + at + 1, fits + arrivals.size(), true) - fits;
+    const size_t next = std::find(fits + at + 1, fits + arrived.size(), true) - fits;
     out.token    = ids[at];
     out.prob     = share_of_allowed(kept, allowed, best_allowed, lower, total, row[ids[at]]);
-    out.log_time = arrivals[at].time;
-    out.margin   = next < arrivals.size() ? (float) (arrivals[next].time - arrivals[at].time) : std::numeric_limits<float>::infinity();
+    out.log_time = arrived[at].time;
+    out.margin   = next < arrived.size() ? (float) (arrived[next].time - arrived[at].time) : std::numeric_limits<float>::infinity();
     return true;
 }
 
@@ -754,7 +749,9 @@ int32_t knapspec_sampler::again(
     const bool  draws    = s.temperature > 0.0f;
     const bool  filtered = filters(s);
     const bool  narrow   = filtered && s.top_k > 0 && s.top_k < n_row;
-    scan();
+    if (!draws && !filtered) {
+        scan(); // all others needed that before
+    }
 
     if (filtered) {
         first.clear();
@@ -771,13 +768,7 @@ int32_t knapspec_sampler::again(
             return KNAPSPEC_DEAD_END;
         }
         if (!filtered && !all && !draws) {
-            float  weights[BLOCK];
-            double total = 0.0;
-            for (int32_t begin = 0; begin < n_row; begin += BLOCK) {
-                const int width = n_row - begin < BLOCK ? n_row - begin : BLOCK;
-                exp_block(row + begin, weights, width, best, LOWEST, 1.0f);
-                total += sum_block(weights, width);
-            }
+            const double total = weight_of_row(best, 1.0f);
             const float logit = allowed[0].logit;
             out = { allowed[0].id, share_of_allowed(kept, allowed, best, LOWEST, total, logit), logit - allowed[1].logit, 0.0 };
             return KNAPSPEC_OK;
@@ -798,18 +789,10 @@ int32_t knapspec_sampler::again(
             return KNAPSPEC_DEAD_END;
         }
     }
-    if (s.typical_p < 1.0f) {
-        keep_typical(allowed, s.typical_p);
-    }
+    filter(allowed, s, stage::typical);
     if (!draws) {
         out = best_of(allowed);
         return KNAPSPEC_OK;
-    }
-    if (s.top_p < 1.0f) {
-        keep_top_p(allowed, s.top_p);
-    }
-    if (s.min_p > 0.0f) {
-        keep_min_p(allowed, s.min_p);
     }
     for (candidate & c : allowed) {
         const bool raced = filtered ? std::binary_search(first.begin(), first.end(), c.id) : c.logit >= floor;
@@ -850,25 +833,19 @@ int32_t knapspec_sampler::pick(
     int32_t ret  = KNAPSPEC_OK;
     float   best = LOWEST, floor = LOWEST;
     if (filters(s)) {
-        scan();
-        best = *std::max_element(maxima.begin(), maxima.end());
+        best = scan();
         if (!std::isfinite(best)) {
             ret = KNAPSPEC_BAD_LOGITS;
         } else {
-            const bool narrow = s.top_k > 0 && s.top_k < n_row;
-            if (narrow) {
+            if (s.top_k > 0 && s.top_k < n_row) {
                 most_probable(s.top_k, chosen);
-            }
-            if (s.typical_p < 1.0f) {
-                narrow ? keep_typical(chosen, s.typical_p) : keep_typical_of_row(s.typical_p);
-            }
-            if (draws) {
-                if (s.top_p < 1.0f) {
-                    narrow || s.typical_p < 1.0f ? keep_top_p(chosen, s.top_p) : keep_top_p_of_row(s.top_p);
-                }
-                if (s.min_p > 0.0f) {
-                    keep_min_p(chosen, s.min_p);
-                }
+                filter(chosen, s, stage::typical);
+            } else if (s.typical_p < 1.0f) {
+                keep_typical_of_row(best, s.typical_p);
+                filter(chosen, s, stage::top_p);
+            } else {
+                keep_top_p_of_row(best, s.top_p);
+                filter(chosen, s, stage::min_p);
             }
             found = draws ? race(chosen) : best_of(chosen);
             // onto the scale of the row
@@ -877,8 +854,7 @@ int32_t knapspec_sampler::pick(
     } else {
         best_two two = { LOWEST, LOWEST };
         if (draws) {
-            scan();
-            best = *std::max_element(maxima.begin(), maxima.end());
+            best = scan();
         } else {
             two  = find_best(row, n_row);
             best = two.first;
@@ -886,8 +862,7 @@ int32_t knapspec_sampler::pick(
         if (!std::isfinite(best)) {
             ret = KNAPSPEC_BAD_LOGITS;
         } else if (draws) {
-            // never a floor above the best
-            floor = s.min_p > 0.0f ? best + logf(std::fmin(s.min_p, 1.0f))/filter_inverse : LOWEST;
+            floor = min_p_floor(best, s.min_p);
             found = race_row(best, floor);
         } else {
             llama_token top = 0;
@@ -932,13 +907,11 @@ int32_t knapspec_sampler::logprobs(
         float       * logprobs_out) {
     row   = logits;
     n_row = n_vocab;
-    scan();
-    const float best = *std::max_element(maxima.begin(), maxima.end());
+    const float best = scan();
     if (!std::isfinite(best) || token < 0 || token >= n_vocab || n < 0) {
         return KNAPSPEC_BAD_ARGUMENT;
     }
-    const outcome top = argmax_of_row(best, best, 0);
-    const double log_total = -std::log((double) top.prob);
+    const double log_total = std::log(weight_of_row(best, 1.0f));
     *logprob_out = (float) ((double) row[token] - best - log_total);
     if (n == 0) {
         return 0;

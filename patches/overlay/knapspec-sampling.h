@@ -52,7 +52,7 @@ private:
         llama_token token;
         float       prob;
         float       margin;
-        double      log_time; // when it arrived, for a second race; see arrive()
+        double      log_time; // when it arrived, for a second race; see log_time()
     };
 
     struct edit {
@@ -80,21 +80,27 @@ private:
 
     void change(float * logits, const knapspec_sampling & sampling, const llama_token * text, size_t n_text);
 
-    void scan();
+    float  scan();
+    double weight_of_row(float best, float inverse) const;
     void gather(float low, float high, candidates & out) const;
     void most_probable(size_t n, candidates & out);
     void weigh(candidates & list, float best, float inverse) const;
 
     bool filters(const knapspec_sampling & sampling) const;
-    void keep_typical_of_row(float p);
+    enum class stage { typical, top_p, min_p };
+    void filter(candidates & list, const knapspec_sampling & sampling, stage first);
+    void keep_typical_of_row(float best, float p);
     void keep_typical(candidates & list, float p);
-    void keep_top_p_of_row(float p);
+    void keep_top_p_of_row(float best, float p);
     void keep_top_p(candidates & list, float p);
-    void keep_min_p(candidates & list, float p);
+    float min_p_floor(float best, float p) const;
 
     outcome best_of(const candidates & list);
     outcome race(const candidates & list, const outcome * before = nullptr);
     outcome race_row(float best, float floor);
+    template <typename time_to_beat, typename arrival>
+    double  arrivals(
+            const candidates & likely, float best, float floor, const time_to_beat & time, const arrival & arrive) const;
     outcome argmax_of_row(float first, float second, llama_token top);
 
     void    keep_allowed(knapspec_grammar & grammar, candidates & list);
