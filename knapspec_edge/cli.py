@@ -14,7 +14,6 @@ from .cli_options import (
     ACCEPT_LICENCE,
     ANSWER_OPTIONS,
     GPU_LAYERS,
-    KV_TYPES,
     LOGPROBS_OPTION,
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
@@ -23,6 +22,8 @@ from .cli_options import (
     Number,
     answer_settings,
     check_text,
+    flash_attn_option,
+    kv_type_option,
     option,
     with_options,
 )
@@ -441,23 +442,12 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
 @with_options(THREADS, GPU_LAYERS)
-@option(
-    "--kv-type",
-    type=click.Choice((*KV_TYPES, "auto")),
-    default="f16",
-    show_default=True,
-    metavar="TYPE",
-    help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, which compares f16 and "
-    "q8_0.",
+@with_options(
+    kv_type_option("which compares f16 and q8_0"),
+    flash_attn_option("compares both"),
+    ACCEPT_LICENCE,
+    *OUTPUT_OPTIONS,
 )
-@option(
-    "--flash-attn",
-    type=click.Choice(["auto", "on", "off"]),
-    default="auto",
-    show_default=True,
-    help="Flash attention; auto compares both.",
-)
-@with_options(ACCEPT_LICENCE, *OUTPUT_OPTIONS)
 def profile(
     model: str | None,
     budget: float | None,

@@ -161,6 +161,30 @@ GPU_LAYERS = option(
     metavar="auto|N",
     help="Layers on the GPU.",
 )
+
+
+def kv_type_option(auto: str) -> Callable[[F], F]:
+    """`auto`: what that value means, for the help."""
+    return option(
+        "--kv-type",
+        type=click.Choice((*KV_TYPES, "auto")),
+        default="f16",
+        show_default=True,
+        metavar="TYPE",
+        help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, {auto}.",
+    )
+
+
+def flash_attn_option(auto: str) -> Callable[[F], F]:
+    return option(
+        "--flash-attn",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help=f"Flash attention; auto {auto}.",
+    )
+
+
 ACCEPT_LICENCE = option(
     "--accept-licence", is_flag=True, help="Accept the licence of a model to be fetched."
 )
@@ -168,22 +192,8 @@ MODEL_OPTIONS = (
     option("--ctx", type=click.IntRange(1, CTX_TOKENS_MAX), help="Context size in tokens."),
     THREADS,
     GPU_LAYERS,
-    option(
-        "--kv-type",
-        type=click.Choice((*KV_TYPES, "auto")),
-        default="f16",
-        show_default=True,
-        metavar="TYPE",
-        help=f"Number type of the KV cache: {', '.join(KV_TYPES)}, or auto, the fastest that "
-        "`profile --kv-type auto` found.",
-    ),
-    option(
-        "--flash-attn",
-        type=click.Choice(["auto", "on", "off"]),
-        default="auto",
-        show_default=True,
-        help="Flash attention; auto takes what `profile` found best, or llama.cpp's choice.",
-    ),
+    kv_type_option("the fastest that `profile --kv-type auto` found"),
+    flash_attn_option("takes what `profile` found best, or llama.cpp's choice"),
     option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
     click.option(
         "--rpc",

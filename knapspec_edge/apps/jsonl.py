@@ -18,6 +18,7 @@ from typing import Any
 
 from ..closing import Closing
 from ..errors import OutputError, UsageError
+from ..models.storage import sync_folder
 from .files import check_writable, target, temporary
 from .report import counted, finite
 
@@ -154,7 +155,7 @@ class RecordFile(Closing):
             os.close(self._descriptor)  # an open file is not replaced everywhere
             self._descriptor = -1
             os.replace(new, self._real)
-            _sync_folder(self._real.parent)
+            sync_folder(self._real.parent)
         except OSError:
             with contextlib.suppress(OSError):
                 new.unlink()
@@ -199,7 +200,7 @@ class RecordFile(Closing):
         except OSError as error:
             raise self._failure(error) from None
         if self._created:
-            _sync_folder(self._real.parent)
+            sync_folder(self._real.parent)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """(byte offset, line with its end); the last one may have none."""
@@ -274,15 +275,3 @@ class RecordFile(Closing):
             f"cannot write {self.path}: {error.strerror or error}; it holds "
             f"{counted(self.n_records, 'whole record')}, and the same command goes on from there"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new name is on the disk only once its folder is."""
-    if os.name == "nt":  # folders cannot be opened there
-        return
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

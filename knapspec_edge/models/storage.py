@@ -49,7 +49,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
         with open(temporary, "rb+") as stream:
             os.fsync(stream.fileno())
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -149,7 +149,8 @@ def megabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:,.1f} MB"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """A new name is on the disk only once its folder is."""
     if os.name == "nt":  # folders cannot be opened there, and renaming is journalled
         return
     with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 Ranges = list[tuple[int, int]]  # of code points, both ends included
 
-_MAX_REPETITIONS = 2000  # llama.cpp refuses more
+MAX_REPETITIONS = 2000  # llama.cpp refuses more, or takes them for unlimited
 _LAST = 0x10FFFF
 _DIGIT: Ranges = [(48, 57)]
 _WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -141,7 +141,7 @@ class _Parser:
             if not closed or not least.isdecimal() or not (most.isdecimal() or not most):
                 raise Inexpressible
             low, high = int(least), int(most or least)
-            if max(low, high) > _MAX_REPETITIONS or (most and low > high):
+            if max(low, high) > MAX_REPETITIONS or (most and low > high):
                 raise Inexpressible
             if high == 0 and (not comma or most):
                 return '""'

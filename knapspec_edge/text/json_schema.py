@@ -16,17 +16,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 from urllib.parse import unquote
 
 from ..errors import UsageError
-from .json_pattern import Inexpressible, literal, pattern_grammar, plain_class
-from .json_value import keeps_to, same
+from .json_pattern import (
+    MAX_REPETITIONS,
+    Inexpressible,
+    literal,
+    pattern_grammar,
+    plain_class,
+)
+from .json_value import is_number, keeps_to, same
 
 Schema = Mapping[str, Any] | bool
 
-# llama.cpp refuses more repetitions, or takes them for unlimited.
-_MAX_REPETITIONS = 2000
 _MAX_DIGITS = 15  # of an integer; every double holds those exactly
 
 # Rules that grammars share, with those that they need.
@@ -471,7 +475,7 @@ class _Converter:
     def _number(self, schema: dict[str, Any], place: _Place) -> str:
         _bounds(schema, place)  # checks them
         lows = (schema.get(key) for key in ("minimum", "exclusiveMinimum"))
-        positive = any(_is_number(n) and n >= 0 for n in lows)
+        positive = any(is_number(n) and n >= 0 for n in lows)
         # of bounds, a grammar easily keeps to the sign alone
         kept = ["minimum"] if schema.get("minimum") == 0 else []
         self._note(*(k for k in _KEYWORDS["integer"] if k in schema and k not in kept))
@@ -493,16 +497,16 @@ class _Converter:
         """Bounds of a length, within what a grammar can count."""
         low, high = schema.get(low_key, 0), schema.get(high_key)
         for key, value in ((low_key, low), (high_key, high)):
-            if value is not None and not (_is_number(value) and value >= 0 and value % 1 == 0):
+            if value is not None and not (is_number(value) and value >= 0 and value % 1 == 0):
                 raise UsageError(f"the JSON schema has {_short(value)} as {key} of {place}")
         if high is not None and low > high:
             raise UsageError(f"the JSON schema has {low_key} above {high_key} for {place}")
-        if low > _MAX_REPETITIONS:
+        if low > MAX_REPETITIONS:
             self._note(low_key)
-        if high is not None and high > _MAX_REPETITIONS:
+        if high is not None and high > MAX_REPETITIONS:
             self._note(high_key)
             high = None
-        return min(int(low), _MAX_REPETITIONS), None if high is None else int(high)
+        return min(int(low), MAX_REPETITIONS), None if high is None else int(high)
 
     def _repeat(self, name: str, low: int, high: int | None) -> str:
         if (low, high) in ((0, None), (1, None)):
@@ -553,7 +557,7 @@ def _merge(first: object, second: object, place: _Place) -> object:
                 merged[key] = {"allOf": [old, value]}
         elif key == "allOf" and isinstance(old, list) and isinstance(value, list):
             merged[key] = [*old, *value]
-        elif key in (*_LARGER, *_SMALLER) and _is_number(old) and _is_number(value):
+        elif key in (*_LARGER, *_SMALLER) and is_number(old) and is_number(value):
             merged[key] = max(old, value) if key in _LARGER else min(old, value)
         elif key == "type":
             merged[key] = _common_types(old, value)
@@ -584,7 +588,7 @@ def _bounds(schema: dict[str, Any], place: _Place) -> tuple[float, float]:
     """Smallest and largest number; exclusive bounds as for integers."""
     for key in _KEYWORDS["integer"]:
         # in old drafts, a flag that belongs to minimum or maximum
-        if key in schema and not _is_number(schema[key]) and not isinstance(schema[key], bool):
+        if key in schema and not is_number(schema[key]) and not isinstance(schema[key], bool):
             raise UsageError(f"the JSON schema has {_short(schema[key])} as {key} of {place}")
     low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
@@ -592,9 +596,9 @@ def _bounds(schema: dict[str, Any], place: _Place) -> tuple[float, float]:
         above = low
     if below is True:
         below = high
-    if _is_number(above):
+    if is_number(above):
         low = max(low, math.floor(above) + 1 if math.isfinite(above) else above)
-    if _is_number(below):
+    if is_number(below):
         high = min(high, math.ceil(below) - 1 if math.isfinite(below) else below)
     return low, high
 
@@ -632,10 +636,6 @@ def _digits(low: str, high: str) -> list[str]:
         b -= 1
     within = [f"{one(a, b)} [0-9]{{{n}}}"] if a <= b else []
     return [*below, *within, *above]
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _short(value: object) -> str:

@@ -82,10 +82,10 @@ def _number_keeps(value: float, schema: Mapping[str, Any]) -> bool:
     # in old drafts, a flag that belongs to minimum or maximum
     above, below = low if above is True else above, high if below is True else below
     return (
-        (not _is_number(low) or value >= low)
-        and (not _is_number(high) or value <= high)
-        and (not _is_number(above) or value > above)
-        and (not _is_number(below) or value < below)
+        (not is_number(low) or value >= low)
+        and (not is_number(high) or value <= high)
+        and (not is_number(above) or value > above)
+        and (not is_number(below) or value < below)
     )
 
 
@@ -111,8 +111,9 @@ def _object_keeps(value: Mapping[str, Any], schema: Mapping[str, Any], resolve: 
 
 def _counts(n: int, schema: Mapping[str, Any], low_key: str, high_key: str) -> bool:
     low, high = schema.get(low_key), schema.get(high_key)
-    return (not _is_number(low) or n >= low) and (not _is_number(high) or n <= high)
+    return (not is_number(low) or n >= low) and (not is_number(high) or n <= high)
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether JSON has it as a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)

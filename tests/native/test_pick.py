@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,34 +17,11 @@ from knapspec_edge.native import bindings
 from knapspec_edge.native.library import library_file, load
 from knapspec_edge.records import Sampling
 
+from .picking import native_pick
+
 pytestmark = pytest.mark.skipif(library_file("llama") is None, reason="no patched library")
 
 MASK = 2**64 - 1
-
-
-def native_pick(
-    logits: np.ndarray,
-    sampling: Sampling,
-    position: int = 0,
-    history: Sequence[int] = (),
-) -> tuple[int, int, float, float]:
-    """(code, token, probability, margin)"""
-    row = np.ascontiguousarray(logits, dtype=np.float32)
-    token, probability, margin = ctypes.c_int32(-1), ctypes.c_float(), ctypes.c_float()
-    native = bindings.Sampling()
-    native.set(sampling)
-    code = load()._lib.knapspec_pick(
-        row.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
-        len(row),
-        native,
-        position,
-        (ctypes.c_int32 * len(history))(*history),
-        len(history),
-        token,
-        probability,
-        margin,
-    )
-    return code, token.value, probability.value, margin.value
 
 
 def pick(

@@ -27,6 +27,8 @@ from knapspec_edge.errors import NoTokenError, UsageError
 from knapspec_edge.native import bindings, open_context, open_model
 from knapspec_edge.records import Draft, Grammar, Pick, Plan, Sampling, Stats, TokenEvent
 
+from .picking import native_pick
+
 EXACT = {"kv_type": "f32", "flash_attn": "off"}
 # ends with what the model finds likely, so that penalties matter
 PROMPT = [3, 6, 28, 98, 6, 14, 76]
@@ -369,23 +371,14 @@ class Pieces:
         n_answer: int,
     ) -> tuple[int, int, float, float]:
         """(code, token, probability, margin); the last n_answer tokens are the answer's."""
-        token, probability, margin = ctypes.c_int32(-1), ctypes.c_float(), ctypes.c_float()
-        native = bindings.Sampling()
-        native.set(sampling)
-        native.grammar = self.handle
-        native.answer_start = position - n_answer
-        code = self.lib.knapspec_pick(
-            logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
-            len(logits),
-            native,
+        return native_pick(
+            logits,
+            sampling,
             position,
-            (ctypes.c_int32 * len(history))(*history),
-            len(history),
-            token,
-            probability,
-            margin,
+            history,
+            grammar=self.handle,
+            answer_start=position - n_answer,
         )
-        return code, token.value, probability.value, margin.value
 
     def __enter__(self) -> Pieces:
         return self
