@@ -23,6 +23,14 @@ endif()
 
 add_subdirectory("${KNAPSPEC_EDGE_SOURCE_DIR}" llama.cpp EXCLUDE_FROM_ALL)
 
+# also in the unpatched build: what GCC makes of this file crashes on every CPU with AMX
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND TARGET ggml-base)
+    set_source_files_properties("${KNAPSPEC_EDGE_SOURCE_DIR}/ggml/src/ggml-cpu/amx/mmq.cpp"
+        TARGET_DIRECTORY ggml-base PROPERTIES
+        COMPILE_OPTIONS "-include;${CMAKE_CURRENT_SOURCE_DIR}/cmake/amx_tile_config.h"
+        OBJECT_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cmake/amx_tile_config.h")
+endif()
+
 if(NOT KNAPSPEC_EDGE_PRISTINE)
     file(GLOB overlay CONFIGURE_DEPENDS "${KNAPSPEC_EDGE_OVERLAY}/*.cpp" "${KNAPSPEC_EDGE_OVERLAY}/*.h")
     target_sources(llama PRIVATE ${overlay})

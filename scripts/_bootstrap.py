@@ -47,7 +47,7 @@ INPUTS = (
 )
 PRISTINE_INPUTS = (
     "CMakeLists.txt",
-    "cmake/*.cmake",
+    "cmake/*",
     "patches/UPSTREAM.toml",
     "tests/native/generator/*",
 )
