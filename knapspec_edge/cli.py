@@ -99,7 +99,7 @@ def _give_up(reason: str) -> NoReturn:
         sys.stdout.flush()
         line = f"{PROGRAM}: error: {reason}\n"
         if sys.stderr.isatty():
-            line = f"\n\x1b[?25h{line}"  # below a progress bar, which hides the cursor
+            line = f"\n{line}"  # below a progress bar
         sys.stderr.write(line)
         sys.stderr.flush()
     os._exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import stat
 import sys
@@ -304,7 +303,7 @@ def _request(options: dict[str, Any]) -> Request:
     return Request(
         style=options["style"],
         words=options["words"],
-        language=options["language"] or None,
+        language=" ".join((options["language"] or "").split()) or None,
         instruction=instruction,
         system=options["system"],
         settings=settings,
@@ -312,10 +311,10 @@ def _request(options: dict[str, Any]) -> Request:
 
 
 def _check_encoding(name: str | None) -> None:
-    try:
-        codecs.lookup(name or "utf-8")
-    except (LookupError, ValueError):
-        raise UsageError(f"there is no encoding {name}") from None
+    from .text.documents import is_text_encoding
+
+    if name is not None and not is_text_encoding(name):
+        raise UsageError(f"there is no encoding {name}")
 
 
 def _instruction(file: str) -> str:
@@ -329,6 +328,8 @@ def _instruction(file: str) -> str:
         raise UsageError(f"{file} is not UTF-8 text") from None
     if len(data) > _MAX_PROMPT_BYTES:
         raise UsageError(f"{file} is too long for an instruction")
+    if "\0" in text:
+        raise UsageError(f"{file} is not text")
     if not text.strip():
         raise UsageError(f"{file} is empty; it should hold the instruction")
     return text

@@ -19,6 +19,7 @@ PROGRESS_DELAY_SECONDS = 1.0
 # Remaining time is estimated from what is done; before this share and time it would be a guess.
 _ESTIMATE_MIN_SHARE = 0.02
 _ESTIMATE_MIN_SECONDS = 2.0
+_BAR_COLUMNS = 24
 PROGRAM = "knapspec-edge"
 # Columns of what is shown in a file or pipe, unless COLUMNS says otherwise.
 _FILE_COLUMNS = 100
@@ -156,10 +157,8 @@ class Terminal:
         """How far a job of many pieces is, which has taken so long; `text` says what it is doing.
         Unlike a stage it goes on after something else was shown."""
         if self._progress is not None:
-            from rich.markup import escape
-
             left = remaining_seconds(share, elapsed_seconds)
-            self._progress.update("job", share, escape(text.translate(_UNSAFE)), left)
+            self._progress.update("job", share, text.translate(_UNSAFE), left)
 
     def clear_progress(self) -> None:
         if self._progress is not None:
@@ -261,54 +260,58 @@ class _ProgressLine:
             bar.stop()
 
     def _show(self, stage: str) -> None:
+        from rich.cells import set_cell_size
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            ProgressColumn,
-            Task,
-            TextColumn,
-            TimeElapsedColumn,
-        )
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
+        from rich.table import Table
         from rich.text import Text
 
         line = self
+        bar_column, elapsed_column = BarColumn(bar_width=_BAR_COLUMNS), TimeElapsedColumn()
 
-        class Left(ProgressColumn):
-            """Counts down between two reports."""
+        class Screen(Console):
+            """Leaves the cursor: whatever ends or stops the process would leave it hidden."""
 
-            def render(self, task: Task) -> Text:
-                return Text(line.left(), style="dim")
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
 
+        class Line(ProgressColumn):
+            """As much as the terminal is wide for; what matters least goes first."""
+
+            def render(self, task: Task) -> Table:
+                text = Text(line._text, style="dim")
+                share = "" if line._share is None else f"{line._share:4.0%}"
+                left = Text(line.left(), style="dim")  # counts down between two reports
+                elapsed = elapsed_column.render(task)
+                room = screen.width - 1 - text.cell_len
+                with_elapsed = 1 + len(share) + 1 + elapsed.cell_len + 1 + left.cell_len
+                cells: list[Any] = [share]
+                if room >= with_elapsed:
+                    cells += [elapsed, left]
+                    if room >= with_elapsed + 1 + _BAR_COLUMNS:
+                        cells.insert(0, bar_column.render(task))
+                elif room < 1 + len(share):
+                    width = max(2, screen.width - 2 - len(share))
+                    text = Text(set_cell_size(line._text, width - 1) + "…", style="dim")
+                grid = Table.grid(padding=(0, 1))
+                for _ in range(1 + len(cells)):
+                    grid.add_column(no_wrap=True)
+                grid.add_row(text, *cells)
+                return grid
+
+        screen = Screen(file=self._stream)
         bar = Progress(
-            TextColumn("[dim]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[percent]}"),
-            TimeElapsedColumn(),
-            Left(),
-            console=Console(file=self._stream),
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
+            Line(), console=screen, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         with self._lock:
             if self._stage != stage or self._bar is not None:
                 return
             self._bar = bar
-            self._task = bar.add_task(self._text, total=None, percent="")
+            self._task = bar.add_task("", total=None)
             self._refresh()
             bar.start()
 
     def _refresh(self) -> None:
-        if self._bar is None:
-            return
-        if self._share is None:
-            self._bar.update(self._task, description=self._text, total=None, percent="")
-        else:
-            self._bar.update(
-                self._task,
-                description=self._text,
-                total=1.0,
-                completed=self._share,
-                percent=f"{self._share:4.0%}",
-            )
+        if self._bar is not None:
+            share = self._share
+            self._bar.update(self._task, total=None if share is None else 1.0, completed=share)
