@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from knapspec_edge.decode.exactness import Exactness, exactness, examine
 from knapspec_edge.engine import Engine
 from knapspec_edge.errors import Interrupted, PlanError, UsageError
 from knapspec_edge.latency.store import Store
-from knapspec_edge.records import Plan
+from knapspec_edge.records import Draft, Plan
+from knapspec_edge.search import plan_file
 
 TEXT = list(range(1, 12))
 CONFIG = replace(DEFAULTS, exact_context_tokens=(5, 30), exact_verify_tokens=8)
@@ -166,18 +167,38 @@ def test_plain_decoding_is_strict_without_a_look(engine: Engine) -> None:
     assert len(fake_of(engine).log) == before
 
 
+@pytest.fixture
+def plan(engine: Engine, tmp_path: Path) -> Callable[[int], Path]:
+    """A plan file whose drafts are so long."""
+
+    def save(draft_tokens: int) -> Path:
+        sublayers = engine.backend.sublayers
+        draft = Draft(Plan.skipping(len(sublayers), [1]), draft_tokens, 0.0)
+        plan_file.save(tmp_path / "plan.json", draft, sublayers, "")
+        return tmp_path / "plan.json"
+
+    return save
+
+
 @pytest.mark.parametrize("exact", ["default", "strict"])
-def test_what_was_found_is_said(engine: Engine, exact: str) -> None:
+def test_what_was_found_is_said(engine: Engine, plan: Callable[[int], Path], exact: str) -> None:
     engine.exact = exact
-    assert engine.set_speculation("on").bit_exact is True
+    assert engine.set_speculation(plan(3)).bit_exact is True
+    # wider passes than were compared
+    assert engine.set_speculation(plan(16)).bit_exact is False
 
 
 def test_by_default_a_difference_is_only_said(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, plan: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.exact = "default"
     wide_passes_differ(engine, monkeypatch)
-    assert engine.set_speculation("on").bit_exact is False
+    with pytest.raises(PlanError, match="--exact strict"):
+        engine.set_speculation(plan(3))
+    engine.exact = "default"
+    assert engine.set_speculation(plan(3)).bit_exact is False
+    answer = engine.generate("Once upon a time")
+    list(answer)
+    assert answer.stats.draft_n > 0
 
 
 def test_an_unknown_word_is_refused() -> None:
