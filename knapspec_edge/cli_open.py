@@ -77,7 +77,7 @@ def open_file(
 
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
     """What of a command's options Engine.open takes."""
-    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "template")
+    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "exact", "template")
     given = {name: options[name] for name in names if name in options}
     return {**given, "policy": options.get("policy", POLICIES[0])}
 

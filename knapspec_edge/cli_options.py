@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
+from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
 from .errors import UsageError
 from .sampling import (
     DEFAULT_PRESET,
@@ -221,6 +221,14 @@ ANSWER_OPTIONS = (
         show_default=True,
         help="How drafts are planned; knapspec-paper is the published method, which never goes "
         "off, for comparison.",
+    ),
+    option(
+        "--exact",
+        type=click.Choice(EXACTNESS),
+        default=EXACTNESS[0],
+        show_default=True,
+        help="strict: the text of --spec off to the last bit; drafts only where passes over "
+        "several tokens were found to compute what passes over one do.",
     ),
     *SAMPLING_OPTIONS,
     option("--seed", type=int, help="Seed of the sampler; -1 or none: a random one, shown."),

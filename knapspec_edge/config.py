@@ -10,6 +10,8 @@ THREADS_MAX = 512  # GGML_MAX_N_THREADS
 GPU_LAYERS_MAX = 2**31 - 1
 # How drafts are planned, the default first: our planner, or the published method alone.
 POLICIES = ("knapspec", "knapspec-paper")
+# What a text has to be the same to, the default first: see Engine.open.
+EXACTNESS = ("default", "strict")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Config:
     # drafting
     draft_max_tokens: int = 8  # γ tried by the planner: 1..this
     draft_min_probability: float = 0.7  # the paper's stop threshold
+
+    # exactness: where passes over several tokens are compared with passes over one
+    exact_verify_tokens: int = 16  # widest such pass; --exact strict verifies no more at once
+    # behind so many tokens, the second just before the padded cache grows; and at the context's end
+    exact_context_tokens: tuple[int, ...] = (24, 250)
+    exact_long_widths: tuple[int, ...] = (2, 3, 4, 8, 16)  # there, where passes take long
 
     # first measurement
     measure_budget_seconds: float = 15.0

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .closing import Closing
-from .config import DEFAULTS, POLICIES, Config
+from .config import DEFAULTS, EXACTNESS, POLICIES, Config
+from .decode.exactness import Exactness, exactness
 from .decode.loop import Clock
 from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session, check_idle
@@ -59,6 +60,8 @@ class Speculation:
     baseline_per_second: float | None = None  # measured speed of plain decoding, tokens/s
     predicted_ratio: float | None = None  # predicted speed relative to plain decoding
     guarded: bool = False  # auto: may be given up in the middle of an answer
+    # whether drafts change no bit of what is computed, by comparison; None: not looked at
+    bit_exact: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class Engine(Closing):
         warnings: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
         policy: str = POLICIES[0],
+        exact: str = EXACTNESS[0],
         expected_tokens: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -220,6 +224,8 @@ class Engine(Closing):
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
         self.policy_name = policy
+        self.exact = exact
+        self._exactness: Exactness | None = None  # once compared
         self._policy: Policy = FixedPolicy(None)
         self._spec: str | os.PathLike[str] = "off"  # as it was asked for
         self._book: PlanBook | None = None  # what is known about plans, once measured
@@ -251,6 +257,7 @@ class Engine(Closing):
         flash_attn: str = "auto",
         spec: str | os.PathLike[str] = "auto",
         policy: str = POLICIES[0],
+        exact: str = EXACTNESS[0],
         template: str | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
@@ -264,7 +271,10 @@ class Engine(Closing):
         config.ctx_tokens. `gpu_layers`: None lets the library decide. `spec`: "auto" speculates
         where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
         file. `policy`: how drafts are planned (config.POLICIES); the published method is always on
-        unless `spec` is "off" or a file. `template`: a built-in chat template's name or a file, in
+        unless `spec` is "off" or a file. `exact`: "strict" drafts only where passes over several
+        tokens were found to compute bit for bit what passes over one do, so that every text is that
+        of `spec` "off"; flash attention is on then unless it is given, and no setting is chosen by
+        measurement. `template`: a built-in chat template's name or a file, in
         place of the model's own.
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
@@ -285,6 +295,11 @@ class Engine(Closing):
         _check_spec(spec)
         if policy not in POLICIES:
             raise UsageError(f"--policy {policy} is unknown: choose one of {', '.join(POLICIES)}")
+        if exact not in EXACTNESS:
+            raise UsageError(f"--exact {exact} is unknown: choose one of {', '.join(EXACTNESS)}")
+        strict = exact == EXACTNESS[1]
+        if strict and flash_attn == "auto":
+            flash_attn = "on"  # llama.cpp's attention without it depends on the width of a pass
         path = models.resolve(model if model is not None else models.default_model().name)
         info = gguf_check.inspect(path)
 
@@ -309,6 +324,8 @@ class Engine(Closing):
             context = resources.enter_context(ExitStack())
 
             def best_for(purpose: str) -> Candidate | None:
+                if strict:  # settings that change with what is measured would change bits
+                    return None
                 if threads is not None and flash_attn != "auto" and kv_type != "auto":
                     return None
                 return _best_settings(
@@ -333,7 +350,10 @@ class Engine(Closing):
                         threads_batch=threads or (None if best is None else best.threads_batch),
                         kv_type=fallback_kv_type if best is None else best.kv_type,
                         flash_attn=flash_attn if best is None else best.flash_attn,
-                        max_verify_tokens=config.max_verify_tokens,
+                        max_verify_tokens=min(
+                            config.max_verify_tokens,
+                            config.exact_verify_tokens if strict else config.max_verify_tokens,
+                        ),
                     )
                 )
                 engine = cls(
@@ -345,6 +365,7 @@ class Engine(Closing):
                     warnings=warnings,
                     machine=machine,
                     policy=policy,
+                    exact=exact,
                     expected_tokens=expected_tokens,
                 )
                 engine.device = native.describe_device(backend)
@@ -466,8 +487,17 @@ class Engine(Closing):
         self, spec: str | os.PathLike[str], progress: Progress | None = None
     ) -> Speculation:
         if spec == "off":
-            chosen = Speculation("off", "--spec off", "none")
-        elif spec in ("auto", "on") and self.policy_name == POLICIES[1]:
+            return Speculation("off", "--spec off", "none")
+        if self.exact == EXACTNESS[1] and self.backend.refusal is None:
+            found = self._examine(progress)
+            if not found.holds:
+                if spec == "auto" and self.policy_name == POLICIES[0]:
+                    return Speculation("off", f"--exact strict: {found.reason}", "none")
+                raise PlanError(
+                    f"--exact strict cannot be honoured: {found.reason}; use --spec off, or "
+                    "--exact default"
+                )
+        if spec in ("auto", "on") and self.policy_name == POLICIES[1]:
             chosen = self._choose_paper(progress)
         elif spec in ("auto", "on"):
             decision = self._decide(progress)
@@ -491,7 +521,26 @@ class Engine(Closing):
             )
         else:
             chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(Path(spec)))
+        if chosen.state == "on":
+            found = self._examine(progress)
+            compared = chosen.draft is None or chosen.draft.max_tokens < found.tokens
+            chosen = replace(chosen, bit_exact=found.holds and compared)
         return chosen
+
+    def _examine(self, progress: Progress | None) -> Exactness:
+        """Whether verification is bit for bit plain decoding here; looked at once and kept."""
+        if self._exactness is None:
+            self.session.reset()  # the comparison needs the whole context
+            with self.interruptible():
+                self._exactness = exactness(
+                    self.backend,
+                    self._model_key(),
+                    calibration_tokens(self.vocabulary, self._template),
+                    self.config,
+                    self._store(),
+                    None if progress is None else lambda share: progress("measure", share),
+                )
+        return self._exactness
 
     def _choose_paper(self, progress: Progress | None) -> Speculation:
         """The published method needs the costs of sublayers and decides nothing before it runs."""

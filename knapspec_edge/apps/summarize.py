@@ -169,6 +169,7 @@ def record(
             "state": speculation.state,
             "reason": speculation.reason,
             "policy": speculation.policy,
+            "bit_exact": speculation.bit_exact,
             "drafted": tally.draft_n,
             "accepted": tally.draft_n_accepted,
         },
