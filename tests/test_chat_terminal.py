@@ -36,6 +36,7 @@ class Chat:
                 "TERM": "xterm",
                 "PROMPT_TOOLKIT_NO_CPR": "1",
                 "KNAPSPEC_EDGE_SPEC": "off",
+                "KNAPSPEC_EDGE_HISTORY": "off",
                 "SCRIPTED_STEP_SECONDS": str(step_seconds),
                 "SCRIPTED_CTX": str(ctx),
             },
