@@ -47,7 +47,8 @@ class Styler:
     def _begin_line(self) -> None:
         self._head = ""  # how the line begins
         self._column = 0
-        self._fence_line = False  # it opens or closes a block
+        self._fence_line = False  # it opens or closes a block of code
+        self._closes = False
         self._ticks = 0  # backticks directly before
         self._stars = 0
         self._last = ""  # the character before; of a run of stars, the one before it
@@ -63,8 +64,10 @@ class Styler:
         if self._column <= _HEAD_CHARACTERS:
             self._head += character
             fence = _FENCE.fullmatch(self._head)
-            if fence and not self._fence_line and fence[1].startswith(self._fence):
-                self._fence = "" if self._fence else fence[1]
+            if fence and fence[1].startswith(self._fence) and not self._closes:
+                # an opening one may go on growing
+                self._closes = bool(self._fence) and not self._fence_line
+                self._fence = "" if self._closes else fence[1]
                 self._fence_line = True
         if self._fence or self._fence_line:
             return _CODE
