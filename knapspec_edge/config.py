@@ -23,10 +23,10 @@ class Config:
     max_verify_tokens: int = 32  # widest verification pass; rows of logits are reserved for it
     prefill_slice_tokens: int = 512  # an interrupt on a GPU is noticed between slices
     # A chat that may forget its oldest turns does so where less than the first share of the context
-    # is left for an answer, until the second is: what stays has to be computed again, so not every
-    # time.
+    # is left for an answer, until the second is. What stays has to be computed again, so that it is
+    # better done seldom; llama.cpp's context shift drops half of it, too.
     overflow_min_room_share: float = 0.125
-    overflow_room_share: float = 0.25
+    overflow_room_share: float = 0.5
     # Allocated graphs kept alive per context: one for drafts, one per usual width of verification.
     # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
     kept_graphs: int = 6

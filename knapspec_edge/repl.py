@@ -68,7 +68,8 @@ def converse(
             terminal.end_line()
             if not interactive:
                 return EXIT_INTERRUPTED
-            terminal.notice("stopped")
+            terminal.clear_echo()
+            terminal.notice(conversation.stopped())
         except KnapspecError as error:
             terminal.end_line()
             if not interactive:

@@ -255,6 +255,7 @@ def to_json(settings: Settings, sampling: Sampling) -> dict[str, Any]:
         # JSON has no infinity; "false" is llama.cpp's word for a token that is forbidden
         "logit_bias": {str(t): b if math.isfinite(b) else False for t, b in sampling.logit_bias},
         "form": form,
+        **({} if settings.think is None else {"think": settings.think}),
     }
 
 

@@ -166,6 +166,12 @@ class Terminal:
 
     # -- standard error
 
+    def clear_echo(self) -> None:
+        """What is written next goes over the ^C that a terminal shows at the start of a line."""
+        if self.err_is_terminal:
+            self.clear_progress()
+            self.err.write("\r")
+
     def notice(self, text: str) -> None:
         """Something worth knowing, dim; only where somebody watches."""
         if self.shows_notices:

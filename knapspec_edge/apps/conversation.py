@@ -179,6 +179,13 @@ class Conversation:
                 if dropped:
                     self._news.append(dropped)
 
+    def stopped(self) -> str:
+        """What to say after an answer was stopped."""
+        if self.last is None or self.last.text:
+            return "stopped"
+        read = "; what was read stays for the next message" if self._documents else ""
+        return f"stopped before an answer began; the question is not kept, Up brings it back{read}"
+
     def _why_the_same(self) -> str:
         if self.last is not None and self.last.sampling.temperature == 0.0:
             return "at temperature 0 the answer stays the same; /set temp 0.8 lets it vary"
@@ -225,12 +232,13 @@ class Conversation:
     def _full(self, kept: list[Turn], asked: Turn) -> ContextError:
         """What to say where a prompt does not fit, whatever was dropped."""
         n, n_ctx = self.count(kept, asked), self.engine.n_ctx
+        alone = self.count([], asked)
         files = ", /read off takes the files back" if asked.documents else ""
-        if not kept:
+        if alone >= n_ctx:
             return ContextError(
-                f"the message is too long: the prompt has {n:,} tokens and leaves no room for an "
-                f"answer in the context of {n_ctx:,}; shorten it, or --ctx N makes room for more"
-                f"{files}"
+                f"the message is too long: the prompt has {alone:,} tokens and leaves no room for "
+                f"an answer in the context of {n_ctx:,}; shorten it, or --ctx N makes room for "
+                f"more{files}"
             )
         return ContextError(
             f"the conversation is full: with this message it has {n:,} tokens and leaves no room "
@@ -328,11 +336,7 @@ class Conversation:
     def check_settings(self, settings: Settings) -> None:
         """Raises UsageError, one line, for what is out of range or not for this model."""
         self.engine.backend.check_sampling(settings.sampling())
-        if settings.think is not None and not self._template.can_switch_thinking:
-            raise UsageError(
-                f"{self._template.origin} has no switch for thinking; leave --think and --no-think "
-                "away"
-            )
+        self._template.check_think(settings.think)
 
     # -- files
 

@@ -92,6 +92,13 @@ class ChatTemplate:
         except _Refused:
             return False
 
+    def check_think(self, think: bool | None) -> None:
+        """Raises UsageError, one line, where thinking is to be switched and cannot be."""
+        if think is not None and not self.can_switch_thinking:
+            raise UsageError(
+                f"{self.origin} has no switch for thinking; leave --think and --no-think away"
+            )
+
     def apply(
         self,
         messages: Sequence[Message],
@@ -111,8 +118,7 @@ class ChatTemplate:
         """
         if not messages:
             raise UsageError("a conversation needs at least one message")
-        if think is not None and not self.can_switch_thinking:
-            raise UsageError(f"{self.origin} has no switch for thinking; leave it as it is")
+        self.check_think(think)
         self._think = think
         chosen = [{"role": m["role"], "content": m["content"]} for m in messages]
         self._renderer.now = now or datetime.now()
