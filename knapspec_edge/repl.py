@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -63,6 +64,9 @@ def converse(
                 terminal.reply(said.text)
                 for warning in conversation.engine.take_warnings():
                     terminal.warning(warning)
+        except _Leave:
+            terminal.end_line()
+            return EXIT_INTERRUPTED
         except (Interrupted, KeyboardInterrupt):
             # Text that was shown is in the history; without any, the question is not, either.
             terminal.end_line()
@@ -79,11 +83,26 @@ def converse(
             terminal.clear_progress()
 
 
+class _Leave(Exception):
+    """Ctrl-C was pressed again before the first was noticed."""
+
+
+@contextmanager
+def _second_press_leaves(conversation: Conversation) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        # a backend that notices presses by itself raises Interrupted for the first
+        if hasattr(conversation.engine.backend, "interruptible"):
+            raise _Leave from None
+        raise
+
+
 def _turn(conversation: Conversation, terminal: Terminal, events: Iterator[TextEvent]) -> None:
     terminal.progress("prompt", None)
     splitter = None
     try:
-        with conversation.engine.interruptible():
+        with conversation.engine.interruptible(), _second_press_leaves(conversation):
             for event in events:
                 if splitter is None:
                     splitter = ThoughtSplitter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,24 @@ def test_interrupt_stops_the_answer_and_the_talk_goes_on(interactive: bool) -> N
     else:
         assert code == 130
         assert out == "A B \n"
+    assert conversation.messages[1]["content"] == "A B "
+
+
+def test_a_second_press_before_the_first_was_noticed_leaves() -> None:
+    engine = scripted_engine(lambda q: f"A B C D {q}")
+    conversation = Conversation(engine)
+    backend = fake_of(engine)
+    backend.interruptible = nullcontext  # type: ignore[attr-defined]  # a first press: Interrupted
+    decodes = 0
+
+    def press(call: str) -> None:
+        nonlocal decodes
+        decodes += call == "decode"
+        if decodes == 4:
+            raise KeyboardInterrupt
+
+    backend.on_call = press
+    assert chat(conversation, ["hello", "the"])[:2] == (130, "A B \n")
     assert conversation.messages[1]["content"] == "A B "
 
 

@@ -385,8 +385,8 @@ class Conversation:
             found.append(f"it was held with {saved.model_name}; now {self.engine.name} answers")
         if n_tokens >= self.engine.n_ctx and self.overflow == OVERFLOWS[0]:
             found.append(
-                f"it has {n_tokens:,} tokens and the context {self.engine.n_ctx:,}: --ctx N makes "
-                "room for it, /set overflow drop forgets the oldest turns"
+                f"the conversation has {n_tokens:,} tokens and the context {self.engine.n_ctx:,}: "
+                "--ctx N makes room for it, /set overflow drop forgets the oldest turns"
             )
         return found
 
