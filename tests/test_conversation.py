@@ -324,6 +324,22 @@ def test_dropping_is_opt_in_keeps_the_system_prompt_and_is_told() -> None:
     fake_of(conversation.engine).check_ledger()
 
 
+def test_files_have_the_turns_that_were_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    conversation = full("drop", file=file)
+    asked = [*(str(i) * 10 for i in range(4)), "x" * 10, "y" * 10]
+    for question in asked[4:]:
+        say(conversation, question)
+    conversation.keep()
+    assert len(conversation.turns) < len(asked)
+    questions = [m["content"] for m in conversation_file.load(file).messages[::2]]
+    assert questions == asked
+    again = Conversation(scripted_engine(n_ctx=200))
+    again.restore(conversation_file.load(file))
+    assert len(again.turns) == len(asked)
+    assert say(again, "hello") == "You said: hello"
+
+
 def test_stop_says_both_numbers_and_set_overflow_helps() -> None:
     conversation = full("stop")
     before = conversation.messages
@@ -446,7 +462,7 @@ def test_a_saved_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
     conversation = Conversation(scripted_engine(), settings, system="the 日本 👋", overflow="drop")
     say(conversation, "hello\n\nthe")
     say(conversation, "again")
-    assert "2 turns" in command(conversation, f"/save {file}")
+    assert command(conversation, f"/save {file}") == f"saved the conversation as {file}"
     data = json.loads(file.read_text(encoding="utf-8"))
     assert data["format"] == "knapspec-edge conversation"
     assert data["version"] == 1

@@ -198,7 +198,7 @@ class Commands:
             raise UsageError("/save: give the name of a file, as in /save talk.json")
         self._conversation.save(path)
         self._saved_as = path
-        return CommandResult(f"saved {counted(len(self._conversation.turns), 'turn')} as {path}")
+        return CommandResult(f"saved the conversation as {path}")
 
     def _load(self, rest: str) -> CommandResult:
         if not rest:

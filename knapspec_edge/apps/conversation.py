@@ -83,6 +83,7 @@ class Conversation:
         self._template = template
         self._on_progress = progress
         self._turns: list[Turn] = []
+        self._dropped: list[Turn] = []  # for want of room; files have them still
         self._documents: list[Document] = []  # for the next message
         self._system = system or None
         self._told: set[str] = set()  # notices that are given once
@@ -150,6 +151,7 @@ class Conversation:
         self, kept: list[Turn], asked: Turn, *, replaced: Turn | None = None
     ) -> Iterator[TextEvent]:
         fresh_documents = replaced is None
+        all_kept = kept
         kept, dropped = self._fitting(kept, asked)
         try:
             answer = self.engine.chat(
@@ -177,6 +179,7 @@ class Conversation:
                 if fresh_documents:
                     self._documents.clear()
                 if dropped:
+                    self._dropped += all_kept[: len(all_kept) - len(kept)]
                     self._news.append(dropped)
 
     def stopped(self) -> str:
@@ -280,7 +283,7 @@ class Conversation:
     def clear(self) -> None:
         """Forget the turns and what was read. A file that the conversation was kept in stays as it
         is and is not written any more."""
-        self._turns, self._documents, self._news = [], [], []
+        self._turns, self._dropped, self._documents, self._news = [], [], [], []
         self.last = None
         self.file = None
 
@@ -341,11 +344,14 @@ class Conversation:
     # -- files
 
     def save(self, path: Path) -> None:
-        """Raises UsageError where something else is there, OutputError where it cannot be."""
+        """Write all of it, dropped turns included.
+
+        Raises UsageError where something else is there, OutputError where it cannot be written.
+        """
         conversation_file.save(
             path,
             Saved(
-                tuple(message for turn in self._turns for message in turn.messages),
+                tuple(m for turn in [*self._dropped, *self._turns] for m in turn.messages),
                 self._system,
                 self.settings,
                 self.overflow,
@@ -377,7 +383,7 @@ class Conversation:
         except KnapspecError:
             self._turns, self._system, self.settings = before
             raise
-        self._documents, self._news = [], []
+        self._dropped, self._documents, self._news = [], [], []
         self.overflow = saved.overflow
         self.last = None
         found = []
