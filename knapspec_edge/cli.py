@@ -28,7 +28,7 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import CTX_TOKENS_MAX, POLICIES
+from .config import CTX_TOKENS_MAX, OVERFLOWS, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 from .native.giving_up import on_abort
 
@@ -159,8 +159,31 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@click.option("--load", metavar="FILE", help="Go on with a conversation that was saved.")
+@click.option(
+    "--save", metavar="FILE", help="Keep the conversation in FILE, written after every answer."
+)
+@option(
+    "--overflow",
+    type=click.Choice(OVERFLOWS),
+    help="Where the context is full: say so and stop (the default), or drop the oldest turns.",
+)
+@option(
+    "--history",
+    metavar="FILE|off",
+    help="Where to keep what you type, for the next chat; without it in your state folder.",
+)
 @with_options(*MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
-def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
+def chat(
+    model: str | None,
+    load: str | None,
+    save: str | None,
+    overflow: str | None,
+    history: str | None,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
     """Talk to a model. MODEL is a GGUF file or a name from `knapspec-edge models list`; without it
     the demo model is used, and fetched the first time.
 
@@ -168,25 +191,37 @@ def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
     Examples:
       knapspec-edge chat
       knapspec-edge chat model.gguf --temp 0.7 --system "You are brief."
+      knapspec-edge chat model.gguf --load talk.json --save talk.json
       knapspec-edge chat base-model.gguf --template chatml
 
-    /help inside lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
+    /help inside lists the commands. Ctrl-C stops an answer, a second one leaves, like Ctrl-D.
     """
-    from .apps.chat import Conversation
-    from .repl import converse, line_reader
+    from pathlib import Path
+
+    from .apps.chat import loaded_line
+    from .apps.conversation import Conversation
+    from .apps.conversation_file import begin
+    from .repl import converse, history_file, line_reader
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
     settings = answer_settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
+    source = None if load is None else Path(load).expanduser()
+    kept_in = None if save is None else Path(save).expanduser()
+    begun = begin(source, kept_in, settings, system=options["system"], overflow=overflow)
     try:
         with open_model(model, options, terminal, needs_template=True) as engine:
-            conversation = Conversation(
-                engine, settings, system=options["system"], progress=terminal.progress
-            )
-            read_line, interactive = line_reader(terminal, conversation.command_names)
+            conversation = Conversation(engine, progress=terminal.progress)
+            notices = conversation.restore(begun)
+            conversation.file = kept_in
+            read_line, interactive = line_reader(terminal, conversation, history_file(history))
             if interactive:
                 _greet(engine, terminal)
+            if source is not None:
+                terminal.notice(loaded_line(source, conversation))
+            for notice in notices:
+                terminal.notice(notice)
             return converse(conversation, terminal, read_line, interactive=interactive)
     finally:
         terminal.clear_progress()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .config import POLICIES
+from .errors import KnapspecError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +71,12 @@ def open_file(
         progress=terminal.progress,
     )
     terminal.clear_progress()
+    if options.get("think") is not None:
+        try:
+            engine.require_template().check_think(options["think"])
+        except KnapspecError:
+            engine.close()
+            raise
     for warning in dict.fromkeys(engine.take_warnings()):  # said for each thing it could not keep
         terminal.warning(warning)
     return engine

@@ -32,6 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def option(*names: str, **settings: Any) -> Callable[[F], F]:
     """An option with its environment variable: --min-p is KNAPSPEC_EDGE_MIN_P."""
     long = next(name for name in names if name.startswith("--"))
+    long = long.split("/")[0]  # --think/--no-think
     variable = PREFIX + long.removeprefix("--").replace("-", "_").upper()
     return click.option(*names, envvar=variable, **settings)
 
@@ -242,6 +243,11 @@ ANSWER_OPTIONS = (
         "per line).",
     ),
     option("--system", metavar="TEXT", help="System prompt."),
+    option(
+        "--think/--no-think",
+        default=None,
+        help="Whether to think before answering, for models whose chat template has a switch.",
+    ),
 )
 OUTPUT_OPTIONS = (
     option("--quiet", "-q", is_flag=True, help="No notices, statistics or progress."),
@@ -274,6 +280,7 @@ def answer_settings(options: dict[str, Any], *, logprobs: int | None = None) -> 
         max_tokens=options["max_tokens"],
         stop=tuple(_unescaped(text) for text in options["stop"]),
         logprobs=logprobs,
+        think=options["think"],
         **sampling_settings(options),
     )
 

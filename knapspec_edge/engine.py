@@ -24,6 +24,7 @@ from .decode.session import Generation, Session, check_idle
 from .errors import KnapspecError, ModelError, PlanError, UsageError
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
 from .sampling import Settings as Settings
+from .text import thoughts
 from .text.calibration import calibration_tokens, long_calibration_tokens
 from .text.stop import StopFilter
 from .text.stream import StreamDecoder
@@ -92,10 +93,13 @@ class Answer(Closing):
         speculation: Speculation,
         n_ctx: int,
         notices: tuple[str, ...] = (),
+        opening: str = "",
     ) -> None:
         self.settings = settings  # as asked for
         self.sampling = sampling  # as it was, seed included
         self.notices = notices
+        # the beginning of the message that the prompt holds already: the mark of a thought it opens
+        self.opening = opening
         self.n_ctx = n_ctx
         self.text = ""
         self.tokens: list[TokenEvent] = []
@@ -801,14 +805,16 @@ class Engine(Closing):
         Raises as `generate`, and ModelError where the model has no usable chat template.
         """
         template = self.require_template()
-        rendered = template.apply(messages)
+        settings = settings or Settings()
+        rendered = template.apply(messages, think=settings.think)
         return self._answer(
             rendered.tokens,
-            settings or Settings(),
+            settings,
             starts_text=True,
             progress=progress,
             template=template,
             notices=rendered.notices,
+            opening=thoughts.opening(rendered.text),
         )
 
     def require_template(self) -> ChatTemplate:
@@ -832,6 +838,7 @@ class Engine(Closing):
         progress: Progress | None,
         template: ChatTemplate | None = None,
         notices: tuple[str, ...] = (),
+        opening: str = "",
     ) -> Answer:
         sampling = settings.sampling()
         extra_ends = frozenset[int]() if template is None else template.extra_end_tokens
@@ -873,6 +880,7 @@ class Engine(Closing):
             speculation=self.speculation,
             n_ctx=self.n_ctx,
             notices=(*notices, *settings.notices()),
+            opening=opening,
         )
         return self._latest
 

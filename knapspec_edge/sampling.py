@@ -85,6 +85,7 @@ class Settings:
     added to their logits; -inf forbids a token. `grammar` (GBNF, root rule "root") or `json_schema`
     (text or the schema itself; an empty one is any JSON value) is the form of the answer, not both.
     `logprobs`: report log-probabilities, and so many of the most probable tokens with each.
+    `think`: whether to think before answering, for chat templates with a switch for it.
     """
 
     temperature: float | None = None
@@ -105,6 +106,7 @@ class Settings:
     grammar: str | None = None
     json_schema: str | Mapping[str, Any] | bool | None = None
     logprobs: int | None = None
+    think: bool | None = None  # None: as the chat template does by itself
 
     def sampling(self) -> Sampling:
         """The sampler's record, with the seed that is really used.
@@ -123,6 +125,8 @@ class Settings:
             raise UsageError(f"the seed is {self.seed}; it has to be -1 or a number up to 2^63-1")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"max-tokens is {self.max_tokens}; it has to be at least 1")
+        if "" in self.stop:
+            raise UsageError("a stop string must not be empty")
         if self.logprobs is not None:
             _LOGPROBS.check(self.logprobs)
         chosen = replace(
@@ -251,6 +255,7 @@ def to_json(settings: Settings, sampling: Sampling) -> dict[str, Any]:
         # JSON has no infinity; "false" is llama.cpp's word for a token that is forbidden
         "logit_bias": {str(t): b if math.isfinite(b) else False for t, b in sampling.logit_bias},
         "form": form,
+        **({} if settings.think is None else {"think": settings.think}),
     }
 
 

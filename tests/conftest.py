@@ -1,4 +1,4 @@
-"""Shared fixtures: no test reads or writes the user's own cache."""
+"""Shared fixtures: no test reads or writes the user's own cache or history."""
 
 from __future__ import annotations
 
@@ -28,4 +28,5 @@ def user_cache(
         return None
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("KNAPSPEC_EDGE_CACHE", str(folder))
+    monkeypatch.setenv("KNAPSPEC_EDGE_HISTORY", "off")
     return folder

@@ -19,14 +19,14 @@ PACKAGE = ROOT / "knapspec_edge"
 # Lowest first. A unit imports itself and lower layers only; units of one layer do not know each
 # other. `__init__` is the entrance from outside and stands above them all.
 LAYERS = (
-    {"errors", "config", "records", "folders", "closing"},
+    {"errors", "config", "records", "folders", "closing", "styling"},
     {"backend"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
     {"search", "quantize", "sampling"},
     {"engine"},
     {"apps"},
-    {"terminal"},
+    {"terminal", "keyboard"},
     {"repl", "cli_options", "cli_open"},
     {"cli_summarize"},
     {"cli"},
@@ -39,7 +39,7 @@ FENCED = {
     "numba": ("search/kernels",),
     "click": ("cli", "cli_open", "cli_options", "cli_summarize"),
     "llama_cpp": ("native", "text"),
-    "prompt_toolkit": ("repl",),
+    "prompt_toolkit": ("keyboard",),
     "matplotlib": ("apps/plots",),
     "pypdfium2": ("text/documents/pdf",),
     "mammoth": ("text/documents/archives",),

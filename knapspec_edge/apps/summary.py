@@ -20,7 +20,7 @@ _EXACTNESS = {
 def statistics_line(answer: Answer) -> str:
     """One line after an answer: how fast, and what speculation did or why it is off."""
     stats = answer.stats
-    parts = [f"{_count(stats.completion_tokens, 'token')}"]
+    parts = [f"{counted(stats.completion_tokens, 'token')}"]
     if stats.predicted_ms > 0.0:
         parts[0] += f", {stats.predicted_per_second:.1f} tokens/s"
     prompt = f"prompt {stats.prompt_tokens}"
@@ -170,5 +170,6 @@ def _reason(spec: Speculation) -> str:
     return spec.reason.removeprefix("off: ").removeprefix("on: ")
 
 
-def _count(n: int, noun: str) -> str:
+def counted(n: int, noun: str) -> str:
+    """ "1 token", "2 tokens"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
