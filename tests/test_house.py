@@ -20,7 +20,7 @@ PACKAGE = ROOT / "knapspec_edge"
 # other. `__init__` is the entrance from outside and stands above them all.
 LAYERS = (
     {"errors", "config", "records", "folders", "closing"},
-    {"backend"},
+    {"backend", "arguments", "turns"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
     {"search", "quantize", "sampling"},
