@@ -27,6 +27,8 @@ LAYERS = (
     {"engine"},
     {"apps"},
     {"terminal"},
+    {"cli_config"},
+    {"cli_completion"},
     {"repl", "cli_options", "cli_open"},
     {"cli_summarize"},
     {"cli"},
@@ -37,7 +39,14 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli", "cli_open", "cli_options", "cli_summarize"),
+    "click": (
+        "cli",
+        "cli_completion",
+        "cli_config",
+        "cli_open",
+        "cli_options",
+        "cli_summarize",
+    ),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("repl",),
     "matplotlib": ("apps/plots",),

@@ -30,9 +30,12 @@ _PACKAGES = (
 _PROBE_CTX_TOKENS = 256  # enough to build the graph that is looked at
 
 
-def examine(model: str | None = None) -> dict[str, Any]:
+def examine(
+    model: str | None = None, *, configuration: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """All findings, JSON-ready. `problems` holds one line for each thing that keeps the program,
     or the given model, from working; `remarks` what is slower or missing without being wrong.
+    `configuration`: path of the configuration file, whether it exists, what is wrong with it.
     """
     problems: list[str] = []
     remarks: list[str] = []
@@ -56,8 +59,13 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "folders": _folders(remarks),
         "search": _search(remarks),
     }
+    with_library = not problems
+    if configuration is not None:
+        report["configuration"] = configuration
+        if configuration["problem"] is not None:
+            problems.append(configuration["problem"])
     if model is not None:
-        report["model"] = _model(model, problems, remarks, with_library=not problems)
+        report["model"] = _model(model, problems, remarks, with_library=with_library)
     report["problems"] = problems
     report["remarks"] = remarks
     return report
@@ -94,6 +102,9 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     kernels = report["search"]
     reason = f" ({kernels['reason']})" if kernels["reason"] else ""
     rows.append(("search", f"{kernels['kernels']}{reason}"))
+    if configured := report.get("configuration"):
+        there = "" if configured["exists"] else " (not there)"
+        rows.append(("configuration", f"{configured['path'] or 'none'}{there}"))
     for name, folder in report["folders"].items():
         state = "writable" if folder["writable"] else "not writable"
         free = "" if folder["free_bytes"] is None else f", {folder['free_bytes'] >> 20} MiB free"
