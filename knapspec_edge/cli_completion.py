@@ -26,7 +26,13 @@ _FILE, _FOLDER, _GGUF = "file", "dir", "gguf"
 # Names with spaces or a tilde are quoted and expanded by the shell itself.
 _BASH = r"""%(complete_func)s() {
     local IFS=$'\n' response completion type value
-    response=$(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \
+    local words=("${COMP_WORDS[@]}") at=$COMP_CWORD
+    # bash takes --kv-type=q8 for three words
+    if (( at > 1 )) && [[ ${words[at-1]} == "=" ]]; then
+        unset "words[at-1]"
+        (( at-- ))
+    fi
+    response=$(env COMP_WORDS="${words[*]}" COMP_CWORD=$at \
         %(complete_var)s=bash_complete $1)
     for completion in $response; do
         IFS=',' read -r type value <<< "$completion"
@@ -54,6 +60,7 @@ _ZSH = r"""#compdef %(prog_name)s
     (( ! $+commands[%(prog_name)s] )) && return 1
     response=("${(@f)$(env COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) \
         %(complete_var)s=zsh_complete %(prog_name)s)}")
+    [[ "$words[CURRENT]" == --*=* ]] && compset -P 1 '*='
     for type key descr in ${response}; do
         case $type in
             plain)

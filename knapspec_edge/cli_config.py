@@ -366,7 +366,13 @@ def _commands(group: click.Group) -> Iterator[click.Command]:
 
 @click.command(cls=Command)
 @click.argument("command", required=False, metavar="[COMMAND]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    envvar=f"{PREFIX}JSON",
+    help="Print one JSON object.",
+)
 @click.pass_context
 def config(ctx: click.Context, command: str | None, as_json: bool) -> int:
     """Show the configuration file and which settings hold, with where each comes from; with COMMAND
