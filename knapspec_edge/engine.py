@@ -845,6 +845,28 @@ class Engine(Closing):
             policy=policy or self.policy_name,
         )
 
+    @_in_turn
+    def kept_outlook(self) -> Outlook | None:
+        """What "auto" goes by with this model and these settings, from what is kept on disk.
+
+        None where nothing was measured yet. Measures nothing. Raises BusyError, ClosedError.
+        """
+        from .search import outlook, planner
+
+        if self.backend.refusal is not None:
+            return None
+        decision = planner.kept_decision(
+            self.backend,
+            self._model_key(),
+            calibration_tokens(self.vocabulary, self._template),
+            self.config,
+            self._store(),
+        )
+        if decision is None:
+            return None
+        settings = getattr(self.backend, "settings", {})
+        return outlook.outlook(decision, self.backend.sublayers, settings, self.config)
+
     def _model_key(self) -> dict[str, Any]:
         return {"model": self.fingerprint(), **self._machine}
 
