@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config import DEFAULTS
 from ..errors import KnapspecError
 from ..search import outlook
 from ..search.outlook import Outlook
@@ -236,7 +235,7 @@ def _auto(shown: Outlook | None, model: str) -> dict[str, Any]:
     else:
         changes = list(needs.sentences())
     if shown.disturbed:
-        changes.append(f"`knapspec-edge profile {name}` while nothing else runs")
+        changes.append(f"measure again with `knapspec-edge profile {name}` while nothing else runs")
     return {
         "state": shown.state,
         "reason": shown.why,
@@ -293,11 +292,9 @@ def _model(
     from ..engine import Engine
     from ..native.devices import placement
 
-    needed = DEFAULTS.measure_context_tokens + DEFAULTS.measure_window_tokens + 1
-    ctx = min(needed, info.context_length or needed)
     try:
         # as `chat` and `run` do it, so that what they have measured is found
-        with Engine.open(info.path, ctx=ctx, spec="off", purpose="speculation") as engine:
+        with Engine.open(info.path, spec="off", purpose="speculation") as engine:
             backend: Any = engine.backend
             kinds: dict[str, int] = {}
             for sublayer in backend.sublayers:
