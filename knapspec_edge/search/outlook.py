@@ -22,6 +22,7 @@ from .planner import Decision
 from .throughput import can_pay, expected_tokens_geometric
 
 _NAMES = {"mlp": "MLP"}  # kinds that people write otherwise
+_LEAST_SLOPE = 0.01  # of a step: no machine verifies a further token for less
 _Z95 = NormalDist().inv_cdf(0.975)
 
 
@@ -439,7 +440,7 @@ class Condition:
         if self.slope_needed is None:
             return (
                 cost,
-                "no speed of verification would change that: this model has too few sublayers that "
+                "faster verification alone would not change that: this model has too few sublayers that "
                 "do little, so its drafts cost too much for what they get right; a larger model "
                 "may have more",
             )
@@ -466,7 +467,7 @@ def condition(shown: Outlook) -> Condition | None:
         best.draft_cost,
         best.verify_slope,
         shown.verify_two,
-        room if room > 0.0 else None,
+        room if room >= _LEAST_SLOPE else None,
         best.ratio,
     )
 
