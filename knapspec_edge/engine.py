@@ -1131,9 +1131,8 @@ def _check_policy(policy: str) -> None:
 def _check_spec(spec: str | os.PathLike[str]) -> None:
     if isinstance(spec, str) and spec in ("auto", "on", "off"):
         return
-    if spec is None:
-        raise UsageError("spec is None; give auto, on, off, or the path of a plan file")
-    arguments.path_or_none("spec", spec)
+    if not isinstance(spec, str | os.PathLike):
+        raise UsageError(f"spec is {spec!r}; give auto, on, off, or the path of a plan file")
     try:
         is_file = Path(spec).is_file()
     except (OSError, ValueError):  # too long, a zero byte, a folder that may not be read

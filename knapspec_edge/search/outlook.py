@@ -440,7 +440,7 @@ class Condition:
         if self.slope_needed is None:
             return (
                 cost,
-                "faster verification alone would not change that: this model has too few sublayers that "
+                "faster verification alone would not change that: too few sublayers of this model "
                 "do little, so its drafts cost too much for what they get right; a larger model "
                 "may have more",
             )
