@@ -95,7 +95,7 @@ class Outlook:
     step_ms: float
     head_ms: float  # 0 where it was not measured
     rest_ms: float  # negative where the parts cost less in company than alone
-    verify_two: float  # a pass over two tokens, in plain steps
+    verify_two: float  # a pass over two tokens, in plain steps; nan where none was measured
     items: tuple[Item, ...]
     curve: tuple[CurvePoint, ...]  # by growing saving
     judged: tuple[JudgedPlan, ...]  # best first
@@ -235,7 +235,9 @@ def outlook(
         step_ms=measured.step_ms,
         head_ms=costs.head_ms(),
         rest_ms=costs.rest_ms(context),
-        verify_two=costs.verify_ms(context, 2) / measured.step_ms,
+        verify_two=(
+            costs.verify_ms(context, 2) / measured.step_ms if costs.max_width > 1 else math.nan
+        ),
         items=_items(measured, sublayers, decision.draft),
         curve=_curve(found, costs, context, sublayers, config),
         judged=judged,

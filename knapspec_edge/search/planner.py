@@ -117,10 +117,13 @@ def decide(
     kept_one = None if latency is None else _load(store, key, latency, len(backend.sublayers))
     if kept_one is not None:
         measured, finalists = kept_one
-        if not (retry and _disturbance(measured, finalists, config)):
-            return choose(measured, finalists, backend.sublayers, config, from_cache=True)
-        if measured.costs.blind:
-            latency = None  # else the rounds are measured again, on the same profile
+        try:
+            if not (retry and _disturbance(measured, finalists, config)):
+                return choose(measured, finalists, backend.sublayers, config, from_cache=True)
+            if measured.costs.blind:
+                latency = None  # else the rounds are measured again, on the same profile
+        except INVALID:
+            store.ignore(key)
 
     def keep(profile: LatencyProfile) -> None:
         # at once: it need not be repeated if what comes next is interrupted
@@ -179,7 +182,11 @@ def kept_decision(
     found = _load(store, key, latency, len(backend.sublayers))
     if found is None:
         return None
-    return choose(*found, backend.sublayers, config, from_cache=True)
+    try:
+        return choose(*found, backend.sublayers, config, from_cache=True)
+    except INVALID:
+        store.ignore(key)
+        return None
 
 
 def measurement_key(
