@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from . import cli_completion
+from .cli_config import MODEL_VARIABLE, PREFIX
 from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
 from .errors import UsageError
 from .sampling import (
@@ -19,11 +21,11 @@ from .sampling import (
     differences,
     parse_bias,
 )
+from .text.builtin_templates import BUILTIN
 
 if TYPE_CHECKING:
     from .sampling import Settings
 
-PREFIX = "KNAPSPEC_EDGE_"
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +36,21 @@ def option(*names: str, **settings: Any) -> Callable[[F], F]:
     long = next(name for name in names if name.startswith("--"))
     long = long.split("/")[0]  # --think/--no-think
     variable = PREFIX + long.removeprefix("--").replace("-", "_").upper()
-    return click.option(*names, envvar=variable, **settings)
+    settings.setdefault("envvar", variable)
+    if "FILE" in settings.get("metavar", ""):
+        settings.setdefault("shell_complete", cli_completion.files)
+    return click.option(*names, **settings)
+
+
+class Arguments(click.Argument):
+    """Several arguments, the first of which may be a MODEL."""
+
+    takes_model = True
+
+
+MODEL = click.argument(
+    "model", required=False, envvar=MODEL_VARIABLE, shell_complete=cli_completion.model
+)
 
 
 class Texts(click.types.StringParamType):
@@ -110,6 +126,7 @@ SAMPLING_OPTIONS = (
     option(
         "--json-schema",
         metavar="FILE|JSON",
+        shell_complete=cli_completion.words_and_files("json"),
         help="Form of the answer: JSON that keeps to this schema; json: any JSON.",
     ),
 )
@@ -195,8 +212,13 @@ MODEL_OPTIONS = (
     GPU_LAYERS,
     kv_type_option("the fastest that `profile --kv-type auto` found"),
     flash_attn_option("takes what `profile` found best, or llama.cpp's choice"),
-    option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
-    click.option(
+    option(
+        "--template",
+        metavar="NAME|FILE",
+        shell_complete=cli_completion.words_and_files(*BUILTIN),
+        help="Chat template in place of the model's own.",
+    ),
+    option(
         "--rpc",
         envvar=f"{PREFIX}RPC_SERVERS",
         callback=_rpc,
@@ -213,6 +235,7 @@ ANSWER_OPTIONS = (
         default="auto",
         show_default=True,
         metavar="auto|on|off|FILE",
+        shell_complete=cli_completion.words_and_files("auto", "on", "off"),
         help="Speculation: where it pays, always, never, or by a plan file.",
     ),
     option(

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from . import cli_completion, cli_config
 from .cli_open import engine_options, obtain, open_file
 from .cli_options import (
     ANSWER_OPTIONS,
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
-    PREFIX,
+    Arguments,
     answer_settings,
     check_text,
     option,
@@ -73,8 +74,14 @@ _OWN_OPTIONS = (
 )
 
 
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="[MODEL] PATH...")
+@click.command(cls=cli_config.Command)
+@click.argument(
+    "arguments",
+    cls=Arguments,
+    nargs=-1,
+    metavar="[MODEL] PATH...",
+    shell_complete=cli_completion.model_then_files,
+)
 @with_options(*_OWN_OPTIONS, *MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
 def summarize(arguments: tuple[str, ...], quiet: bool, verbose: bool, **options: Any) -> int:
     """Summarize documents, one JSON record per line and document.
@@ -340,7 +347,7 @@ def _model_and_paths(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]
     from . import models as store
     from .terminal import is_terminal
 
-    model = os.environ.get(f"{PREFIX}MODEL") or None
+    model = cli_config.default_model()
     paths = list(arguments)
     if paths:
         first = paths[0]

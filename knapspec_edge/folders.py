@@ -1,4 +1,4 @@
-"""Where this program keeps things of its own."""
+"""Where this program keeps things of its own, and where users write what they want."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def state_root() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_state_dir("knapspec-edge", appauthor=False))
+
+
+def config_file() -> Path | None:
+    """The user's configuration file, whether there is one or not. KNAPSPEC_EDGE_CONFIG names
+    another one; where that is empty, None: there is none."""
+    override = os.environ.get("KNAPSPEC_EDGE_CONFIG")
+    if override is not None:
+        return Path(override).expanduser().absolute() if override else None
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("knapspec-edge", appauthor=False)) / "config.toml"

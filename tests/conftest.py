@@ -14,6 +14,17 @@ settings.load_profile("here")
 
 
 @pytest.fixture(autouse=True)
+def no_user_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the user's configuration file nor options that the user's environment sets."""
+    monkeypatch.setenv("KNAPSPEC_EDGE_CONFIG", "")
+    for name in os.environ:
+        kept = ("LIBRARY", "NATIVE_LOG", "NUMBA", "SDIST", "PRISTINE_LIB", "TINY_MODELS")
+        kept += ("CACHE", "CONFIG")
+        if name.startswith("KNAPSPEC_EDGE_") and not name.endswith(kept):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
 def user_cache(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,

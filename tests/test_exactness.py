@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from scripted import ScriptedModel, fake_of, scripted_engine
 
 from knapspec_edge.config import DEFAULTS
-from knapspec_edge.decode.exactness import Exactness, exactness, examine
 from knapspec_edge.engine import Engine
 from knapspec_edge.errors import Interrupted, PlanError, UsageError
+from knapspec_edge.latency.exactness import Exactness, exactness, examine
 from knapspec_edge.latency.store import Store
 from knapspec_edge.records import Draft, Plan
 from knapspec_edge.search import plan_file

@@ -20,13 +20,15 @@ PACKAGE = ROOT / "knapspec_edge"
 # other. `__init__` is the entrance from outside and stands above them all.
 LAYERS = (
     {"errors", "config", "records", "folders", "closing", "styling"},
-    {"backend"},
+    {"backend", "arguments", "turns"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
     {"search", "quantize", "sampling"},
     {"engine"},
     {"apps"},
     {"terminal", "keyboard"},
+    {"cli_config"},
+    {"cli_completion"},
     {"repl", "cli_options", "cli_open"},
     {"cli_summarize"},
     {"cli"},
@@ -37,7 +39,14 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli", "cli_open", "cli_options", "cli_summarize"),
+    "click": (
+        "cli",
+        "cli_completion",
+        "cli_config",
+        "cli_open",
+        "cli_options",
+        "cli_summarize",
+    ),
     "llama_cpp": ("native", "text"),
     "prompt_toolkit": ("keyboard",),
     "matplotlib": ("apps/plots",),

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..backend import Backend
 from ..config import Config
-from ..latency.store import INVALID, Store
+from ..decode.rollback import rewind
 from ..records import GREEDY
-from .rollback import rewind
+from .store import INVALID, Store
 
 # Grows when a stored record means something else than before.
 _VERSION = 1
