@@ -175,9 +175,12 @@ def cli() -> None:
 
 @cli.command()
 @MODEL
-@click.option("--load", metavar="FILE", help="Go on with a conversation that was saved.")
-@click.option(
-    "--save", metavar="FILE", help="Keep the conversation in FILE, written after every answer."
+@option("--load", metavar="FILE", help="Go on with a conversation that was saved.")
+@option(
+    "--save",
+    metavar="FILE",
+    envvar="KNAPSPEC_EDGE_CHAT_SAVE",  # KNAPSPEC_EDGE_SAVE is where `plan` saves plans
+    help="Keep the conversation in FILE, written after every answer.",
 )
 @option(
     "--overflow",

@@ -145,7 +145,8 @@ def sampling_settings(options: dict[str, Any]) -> dict[str, Any]:
     """
     from .text import grammar
 
-    given = {name: options[name] for name in ("preset", *VALUES, "logit_bias")}
+    given = {name: options[name] for name in ("preset", *VALUES)}
+    given["logit_bias"] = options["logit_bias"] or None
     if options["grammar"] is not None:
         given["grammar"] = grammar.read_grammar(options["grammar"])
     if options["json_schema"] is not None:

@@ -327,6 +327,7 @@ def test_options_reach_the_engine_and_so_does_the_environment(
         "flash_attn": "on",
         "spec": "off",
         "policy": "knapspec",
+        "exact": "default",
         "template": "chatml",
         "needs_template": False,
         "expected_tokens": 1 + 256,  # of the prompt, and of an answer that nobody limits
@@ -452,7 +453,6 @@ def test_sampling_options_reach_the_engine_and_so_does_the_environment(
     expected = Settings(
         preset="llama.cpp", temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, typical_p=0.8,
         repeat_penalty=1.1, presence_penalty=0.2, frequency_penalty=-0.3, repeat_last_n=-1,
-        logit_bias={},
     )  # fmt: skip
     options = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     assert settings_of(monkeypatch, *options) == expected

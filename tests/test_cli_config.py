@@ -180,6 +180,7 @@ def test_errors_that_come_later_name_the_place_too(
 def test_config_shows_what_holds_and_where_it_comes_from(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("KNAPSPEC_EDGE_HISTORY")  # as tests set it
     assert "nothing is set" in call("config", code=0)
     config.write_text('[chat]\nsystem = "Be brief."\n')
     monkeypatch.setenv("KNAPSPEC_EDGE_TEMP", "0.5")

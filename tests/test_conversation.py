@@ -442,7 +442,7 @@ def test_what_cannot_be_read_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
-    Path("model.gguf").write_bytes(b"GGUF....")
+    Path("model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     conversation = Conversation(scripted_engine())
     with pytest.raises(KnapspecError) as caught:
         command(conversation, f"/read {name}")
@@ -451,6 +451,18 @@ def test_what_cannot_be_read_is_one_line(
 
 
 # -- files
+
+
+@pytest.mark.parametrize("bias", [None, {}, {5: 1.5}])
+def test_what_was_saved_can_be_loaded_and_saved_again(
+    tmp_path: Path, bias: dict[int, float] | None
+) -> None:
+    file = tmp_path / "talk.json"
+    conversation = Conversation(scripted_engine(), Settings(logit_bias=bias))
+    say(conversation, "hello")
+    command(conversation, f"/save {file}")
+    command(conversation, f"/save {file}")
+    assert (conversation_file.load(file).settings.logit_bias or {}) == (bias or {})
 
 
 def test_a_saved_conversation_goes_on_where_it_was(tmp_path: Path) -> None:

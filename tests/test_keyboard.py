@@ -35,7 +35,7 @@ def test_entries_come_back_whole(tmp_path: Path) -> None:
     for entry in entries:
         history.store_string(entry)
     assert history.problem is None
-    assert kept(path) == [*entries[:-1], "half ? of one"]
+    assert kept(path) == [*entries[:-1], "half ? a character"]
 
 
 @posix

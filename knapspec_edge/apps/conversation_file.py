@@ -150,7 +150,7 @@ def _settings(data: Any) -> Settings:
         raise ValueError('"json_schema" is no schema')
     if "stop" in given:
         given["stop"] = tuple(given["stop"] or ())
-    if given.get("logit_bias"):
+    if given.get("logit_bias") is not None:
         given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
     settings = Settings(**given)
     settings.sampling()  # what is out of range
