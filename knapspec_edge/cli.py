@@ -812,8 +812,7 @@ def _greet(engine: Engine, terminal: Terminal) -> None:
     if engine.device is not None:
         parts.append(engine.device)
     terminal.notice(" · ".join(parts))
-    spec = engine.speculation
-    terminal.notice(f"speculation {spec.state}: {spec.reason.removeprefix(f'{spec.state}: ')}")
+    terminal.notice(f"speculation {engine.speculation}")
     terminal.notice("/help lists the commands, Ctrl-D leaves")
 
 

@@ -97,6 +97,9 @@ class Speculation:
     # whether drafts change no bit of what is computed, by comparison; None: not looked at
     bit_exact: bool | None = None
 
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason.removeprefix(f'{self.state}: ')}"
+
 
 @dataclass(frozen=True)
 class TextEvent:

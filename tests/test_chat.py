@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from scripted import fake_of, scripted_engine
 
 from knapspec_edge.apps.chat import SETTING_NAMES, CommandResult, Commands
 from knapspec_edge.apps.conversation import Conversation
-from knapspec_edge.engine import Settings
+from knapspec_edge.engine import Settings, Speculation
 from knapspec_edge.errors import ContextError, Interrupted, ModelError, UsageError
 from knapspec_edge.repl import converse
 from knapspec_edge.terminal import Terminal
@@ -192,6 +193,13 @@ def test_set_changes_and_shows() -> None:
     command(conversation, "/set stop none")
     assert conversation.settings == Settings(0.7, 0.1, None, None, ())
     assert "off" in command(conversation, "/set spec off")
+
+
+@pytest.mark.parametrize("reason", ["off: it does not pay", "it does not pay"])
+def test_why_speculation_is_off_is_said_once(reason: str) -> None:
+    conversation = Conversation(scripted_engine())
+    conversation.engine.speculation = Speculation("off", reason, "none")
+    assert re.search(r"^spec +off: it does not pay$", command(conversation, "/set"), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

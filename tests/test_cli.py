@@ -687,6 +687,7 @@ def test_doctor_reports_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_p
     report = json.loads(result.stdout)
     assert report["library"]["loaded"] is False
     assert len(report["problems"]) == 1
+    assert "correct KNAPSPEC_EDGE_LIBRARY" in report["problems"][0]
     assert report["folders"]["cache"] == {
         "path": str(tmp_path),
         "writable": True,

@@ -233,7 +233,7 @@ class Commands:
             raise UsageError(f"/set {name} takes one value")
         if name == "spec":
             state = conversation.engine.set_speculation(values[0], progress=conversation.progress)
-            return CommandResult(f"speculation {state.state}: {state.reason}")
+            return CommandResult(f"speculation {state}")
         notices: list[str] = []
         if name == "overflow":
             if values[0] not in OVERFLOWS:
@@ -264,7 +264,7 @@ class Commands:
             ("seed", "random" if now.seed in (None, -1) else str(now.seed)),
             ("max-tokens", "none" if now.max_tokens is None else str(now.max_tokens)),
             ("stop", " ".join(shlex.quote(s) for s in now.stop) or "none"),
-            ("spec", f"{spec.state}: {spec.reason}"),
+            ("spec", str(spec)),
             ("system", _excerpt(conversation.system or "none")),
             ("overflow", conversation.overflow),
             ("context", f"{conversation.engine.n_ctx} tokens"),

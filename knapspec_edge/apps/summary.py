@@ -35,7 +35,7 @@ def statistics_line(answer: Answer) -> str:
     elif answer.speculation.state == "on":
         parts.append("speculation on, nothing drafted")
     else:
-        parts.append(f"speculation off: {_reason(answer.speculation)}")
+        parts.append(f"speculation {answer.speculation}")
     if stats.drift:
         parts.append(stats.drift)
     if answer.sampling.temperature > 0.0:
@@ -55,7 +55,7 @@ def statistics_table(answer: Answer) -> list[tuple[str, str]]:
         ("speed", f"{stats.predicted_per_second:.1f} tokens/s"),
         ("finish reason", stats.finish_reason or "closed"),
         ("context used", f"{stats.prompt_tokens + stats.completion_tokens} of {answer.n_ctx}"),
-        ("speculation", f"{spec.state}: {_reason(spec)}"),
+        ("speculation", str(spec)),
     ]
     if stats.draft_n:
         rows += [
@@ -164,10 +164,6 @@ def plan_json(draft: Draft, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
         "draft_max_tokens": draft.max_tokens,
         "draft_min_probability": draft.min_probability,
     }
-
-
-def _reason(spec: Speculation) -> str:
-    return spec.reason.removeprefix("off: ").removeprefix("on: ")
 
 
 def counted(n: int, noun: str) -> str:

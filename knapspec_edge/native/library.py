@@ -103,9 +103,9 @@ def load() -> ModuleType:
     """
     folder = library_folder()
     if library_file("llama") is None:
-        raise LibraryError(
-            f"the patched llama.cpp is not in {folder}: install the package again (pip install .)"
-        )
+        named = os.environ.get(OVERRIDE)
+        do = f"correct {OVERRIDE}" if named else "install the package again (pip install .)"
+        raise LibraryError(f"the patched llama.cpp is not in {folder}: {do}")
     _refuse_foreign(folder)
     point_to_library()
     try:
