@@ -32,10 +32,61 @@ def examples(page: Path) -> list[tuple[str, str | None]]:
     return found
 
 
+def pages() -> list[str]:
+    """Those with Python examples, as paths from the root."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page.relative_to(ROOT).as_posix() for page in found if examples(page)]
+
+
+def pieces_of_messages() -> list[str]:
+    """What stands fixed in any text of the program, white space as one space."""
+    pieces: list[str] = []
+    for folder in ("knapspec_edge", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    pieces.append(node.value)
+    pieces += [path.read_text(encoding="utf-8") for path in (ROOT / "cmake").glob("*.cmake")]
+    return [" ".join(piece.split()) for piece in pieces]
+
+
+def test_what_the_readme_quotes_is_what_the_program_says() -> None:
+    """Of each message under "When something goes wrong", all between the dots."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## When something goes wrong")[2].partition("\n## ")[0]
+    quotes = re.findall(r'\*"([^"]+)"\*', section)
+    assert len(quotes) > 20
+    pieces = pieces_of_messages()
+
+    def said(quote: str) -> bool:
+        parts = [" ".join(part.split()) for part in quote.split("…")]
+        return all(any(part in piece for piece in pieces) for part in parts)
+
+    assert [quote for quote in quotes if not said(quote)] == []
+    assert not said("is in the old … format that nobody remembers")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(
+            r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        ):
+            if target.startswith("https://"):
+                continue
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name) if name else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                found = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+                assert anchor in found, f"{page.name}: {target}"
+
+
 def test_the_examples_are_found() -> None:
     assert len(examples(ROOT / "docs" / "library.md")) >= 10
     assert len(examples(ROOT / "README.md")) >= 1
-    for page in ("docs/library.md", "README.md"):
+    for page in pages():
         for code, _ in examples(ROOT / page):
             ast.parse(code)
     assert "docs/library.md" in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,7 +95,7 @@ def test_the_examples_are_found() -> None:
 @pytest.mark.native
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/library.md", "README.md"])
+@pytest.mark.parametrize("page", pages())
 def test_the_examples_do_what_they_say(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..decode.stats import acceptance_by_place, timings
-from ..engine import Answer, Speculation
+from ..engine import Answer
 from ..records import Draft, SubLayer, TokenEvent
 from ..sampling import differences
 from ..sampling import to_json as sampling_json
