@@ -1,4 +1,4 @@
-"""What llama.cpp cannot be asked for is refused before it is asked (cases 13, 23, 59)."""
+"""What llama.cpp cannot be asked for is refused before it is asked (cases 13, 23, 59, 79)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from knapspec_edge.errors import ContextError, ModelError, UsageError
 from knapspec_edge.native.context import LlamaBackend, kv_bytes_per_token
 from knapspec_edge.native.model import Model, hold_interrupts
+from knapspec_edge.records import Sampling
 
 
 @pytest.fixture
@@ -44,6 +45,21 @@ def test_a_context_larger_than_the_memory_names_both_and_a_smaller_one(
         with pytest.raises(ContextError, match=message):
             LlamaBackend(model, ctx_tokens=10_000_000)
         LlamaBackend(model, ctx_tokens=64).close()
+
+
+def test_rows_of_logits_do_not_grow_with_the_context(tiny: Path) -> None:
+    """Case 79: room for the tokens of one verification, not for context × vocabulary."""
+    rows = []
+    with Model(tiny) as model:
+        for ctx_tokens in (512, 32_768):
+            with LlamaBackend(model, ctx_tokens=ctx_tokens) as backend:
+                rows.append(backend.settings["max_rows"])
+                backend.prefill(list(range(1, 100)), Sampling())
+                with pytest.raises(IndexError, match="the 1 rows"):
+                    backend.logits(1)  # of 99 positions, the last alone has any
+                with pytest.raises(ValueError, match="the widest verification"):
+                    backend.verify([1] * (rows[-1] + 1), Sampling())
+    assert rows[0] == rows[1] <= 64
 
 
 def test_bytes_per_token_of_a_context() -> None:

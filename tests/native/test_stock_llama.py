@@ -191,6 +191,31 @@ def test_each_library_is_mapped_once(tiny_models: Path, patched_library: Path) -
     assert done.stdout == "once\n", done.stderr
 
 
+def test_another_openmp_in_the_process(tiny_models: Path, patched_library: Path) -> None:
+    """Case 78: an OpenMP runtime that was loaded before, visible to all, ends nothing."""
+    program = """
+        import ctypes, ctypes.util, sys
+        name = ctypes.util.find_library("iomp5") or ctypes.util.find_library("omp")
+        name = name or ctypes.util.find_library("gomp")
+        if name is None:
+            print("none")
+            sys.exit()
+        other = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        assert other.omp_get_max_threads() >= 1  # it has begun
+        from knapspec_edge.native import open_context, open_model
+
+        with open_model(sys.argv[1]) as model:
+            with open_context(model, ctx_tokens=256, threads=2) as context:
+                context.evaluate(list(range(1, 60)))
+        assert other.omp_get_max_threads() >= 1
+        print("went on")
+    """
+    done = run(program, str(tiny_models / "llama-dense.gguf"))
+    if done.stdout == "none\n":
+        pytest.skip("no OpenMP runtime on this machine")
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
 def test_another_llama_cpp_in_the_process_is_refused(
     tiny_models: Path, patched_library: Path, pristine_library: Path
 ) -> None:
