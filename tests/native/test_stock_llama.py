@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -189,6 +190,30 @@ def test_each_library_is_mapped_once(tiny_models: Path, patched_library: Path) -
     """
     done = run(program, str(tiny_models / "llama-dense.gguf"))
     assert done.stdout == "once\n", done.stderr
+
+
+def test_backends_for_other_processors_are_passed_over(
+    tiny_models: Path, patched_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 73: of a build with a module for each kind of CPU, only what this one runs is used."""
+    folder = tmp_path / "libraries"
+    shutil.copytree(patched_library, folder)
+    for name in ("libggml-cpu-haswell.so", "libggml-cpu-armv9.so"):
+        (folder / name).write_bytes(b"\x7fELF of another processor")
+    monkeypatch.setenv("KNAPSPEC_EDGE_LIBRARY", str(folder))
+    program = """
+        import os, sys
+        from knapspec_edge.native import library, open_context, open_model
+
+        assert library._has_loadable_backends(library.library_folder())
+        with open_model(sys.argv[1]) as model, open_context(model, ctx_tokens=256) as context:
+            context.evaluate([1, 2, 3])
+            files = {line.split()[-1] for line in open("/proc/self/maps") if "/libggml" in line}
+        assert {os.path.dirname(file) for file in files} == {sys.argv[2]}, files
+        print("runs")
+    """
+    done = run(program, str(tiny_models / "llama-dense.gguf"), str(folder))
+    assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
 
 
 def test_another_openmp_in_the_process(tiny_models: Path, patched_library: Path) -> None:
