@@ -68,6 +68,17 @@ class Chat:
     def _shown(self) -> str:
         return ESCAPES.sub("", self._raw).replace("\r", "")
 
+    def _read(self) -> None:
+        """What comes next. Patience counts in looks, not by the clock, which goes on where a
+        starved machine runs neither this process nor the other."""
+        for looks_left in reversed(range(WAIT_SECONDS)):
+            try:
+                self._raw += self.process.read_nonblocking(4096, timeout=1.0)
+                return
+            except pexpect.TIMEOUT:
+                if not looks_left:
+                    raise
+
     def wait_for(self, text: str) -> str:
         """Read until `text` was shown, after what was waited for before."""
         while True:
@@ -77,7 +88,7 @@ class Chat:
                 passage, self._seen = shown[self._seen : at], at + len(text)
                 return passage
             try:
-                self._raw += self.process.read_nonblocking(4096, timeout=WAIT_SECONDS)
+                self._read()
             except (pexpect.TIMEOUT, pexpect.EOF) as error:
                 raise AssertionError(f"{text!r} did not come; shown: {shown!r}") from error
 
@@ -89,7 +100,7 @@ class Chat:
         """The exit code, once the process has ended."""
         try:
             while True:
-                self._raw += self.process.read_nonblocking(4096, timeout=WAIT_SECONDS)
+                self._read()
         except pexpect.EOF:
             pass
         self.process.close()

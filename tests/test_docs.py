@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from knapspec_edge import models
+from knapspec_edge.cli import cli
 from knapspec_edge.native.library import library_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +67,52 @@ def test_what_the_readme_quotes_is_what_the_program_says() -> None:
 
     assert [quote for quote in quotes if not said(quote)] == []
     assert not said("is in the old … format that nobody remembers")
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Words behind each `knapspec-edge` or `scripts/run` that begins a command in a code block, or
+    in the examples of --help."""
+    found = []
+    joined = re.sub(r"\\\n\s+", " ", text)
+    for line in joined.splitlines():
+        match = re.match(r"\s*(?:\$ )?(?:.*\| )?(?:knapspec-edge|scripts/run) (\S.*)", line)
+        if match is None or line.lstrip().startswith("knapspec-edge:"):
+            continue
+        try:
+            found.append(shlex.split(match[1], comments=True))
+        except ValueError:  # a quotation that goes on in the next line
+            found.append(match[1].partition("'")[0].split())
+    return found
+
+
+def unknown_words(words: list[str]) -> list[str]:
+    """The command, if there is none of that name, and options that it does not have."""
+    command: click.Command = cli
+    while isinstance(command, click.Group) and words:
+        inner = command.commands.get(words[0])
+        if inner is None:
+            return [words[0]] if not words[0].startswith("-") else []
+        command, words = inner, words[1:]
+    known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    known |= {"--help", "-h"}
+    return [w for w in words if re.match(r"--?[a-z]", w) and w.partition("=")[0] not in known]
+
+
+def test_commands_in_pages_and_help_have_the_options_that_they_use() -> None:
+    texts = [
+        "\n".join(re.findall(r"^ *```\n(.*?)^ *```$", page.read_text("utf-8"), re.M | re.S))
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    ]
+    waiting: list[click.Command] = [cli]
+    for command in waiting:
+        waiting += command.commands.values() if isinstance(command, click.Group) else ()
+        with click.Context(command) as context:
+            texts.append(command.get_help(context).partition("Example")[2].partition("Options:")[0])
+    found = [words for text in texts for words in commands_in(text)]
+    assert len(found) > 45
+    assert [(words, wrong) for words in found if (wrong := unknown_words(words))] == []
+    assert unknown_words(["run", "hello", "--no-such"]) == ["--no-such"]
+    assert unknown_words(["sing"]) == ["sing"]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -77,14 +77,13 @@ def test_a_second_thread_is_told_at_once_and_harms_nothing(
                 lambda: engine.plan(100),
                 lambda: engine.profile(1.0),
             ):
-                before = time.monotonic()
                 try:
                     call()
                 except BusyError as error:
                     assert "\\n" not in str(error)
                 else:
                     raise AssertionError("two threads at once")
-                assert time.monotonic() - before < 30
+                assert thread.is_alive()  # at once: the other one goes on
             assert result(thread) >= 600
             assert answer.token_ids[:600] == expected
             # read to its end: the next thread may begin
