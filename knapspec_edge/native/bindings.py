@@ -208,6 +208,10 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     # bool knapspec_grammar_allows(struct knapspec_grammar * grammar,
     #     const llama_token * answer, int32_t n_answer, llama_token token);
     "knapspec_grammar_allows": (ctypes.c_bool, [_p, _i32s, _i32, _i32]),
+    # void knapspec_set_kernels(bool enable);
+    "knapspec_set_kernels": (None, [ctypes.c_bool]),
+    # bool knapspec_get_kernels(void);
+    "knapspec_get_kernels": (ctypes.c_bool, []),
     # void knapspec_interrupt(struct llama_context * ctx);
     "knapspec_interrupt": (None, [_p]),
     # void knapspec_interrupt_clear(struct llama_context * ctx);

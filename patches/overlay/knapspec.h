@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
-#define KNAPSPEC_ABI 4
+#define KNAPSPEC_ABI 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -223,6 +223,12 @@ LLAMA_API bool knapspec_grammar_allows(
         const llama_token       * answer,
         int32_t                   n_answer,
         llama_token               token);
+
+// The CPU kernels of ours (overlay/ggml-cpu), on unless the environment has KNAPSPEC_EDGE_KERNELS=0. Off, every node is
+// computed by upstream's. For the whole process, and not while a context computes. get is false where no CPU backend is
+// loaded.
+LLAMA_API void knapspec_set_kernels(bool enable);
+LLAMA_API bool knapspec_get_kernels(void);
 
 // Make the running (or the next) computation of this context return KNAPSPEC_ABORTED. Safe from any thread.
 LLAMA_API void knapspec_interrupt      (struct llama_context * ctx);

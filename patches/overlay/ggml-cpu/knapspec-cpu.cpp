@@ -1,0 +1,58 @@
+#include "knapspec-cpu.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+// KNAPSPEC_EDGE_KERNELS=0 starts with upstream's kernels
+std::atomic<bool> & enabled() {
+    static std::atomic<bool> value = [] {
+        const char * setting = getenv("KNAPSPEC_EDGE_KERNELS");
+        return !setting || strcmp(setting, "0") != 0;
+    }();
+    return value;
+}
+
+void set_enabled(bool value) {
+    enabled().store(value, std::memory_order_relaxed);
+}
+
+bool get_enabled() {
+    return enabled().load(std::memory_order_relaxed);
+}
+
+} // namespace
+
+extern "C" {
+
+bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, struct ggml_tensor * op) {
+    if (params->use_ref || !get_enabled()) {
+        return false;
+    }
+    switch (op->op) {
+        default:
+            return false;
+    }
+}
+
+size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op) {
+    GGML_UNUSED(n_threads);
+    switch (op->op) {
+        default:
+            return 0;
+    }
+}
+
+void * knapspec_cpu_proc_address(const char * name) {
+    if (strcmp(name, "knapspec_cpu_set_enabled") == 0) {
+        return (void *) set_enabled;
+    }
+    if (strcmp(name, "knapspec_cpu_get_enabled") == 0) {
+        return (void *) get_enabled;
+    }
+    return nullptr;
+}
+
+} // extern "C"
