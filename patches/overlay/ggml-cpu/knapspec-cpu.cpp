@@ -1,5 +1,7 @@
 #include "knapspec-cpu.h"
 
+#include "knapspec-attention.h"
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -32,14 +34,21 @@ bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, str
         return false;
     }
     switch (op->op) {
+        case GGML_OP_FLASH_ATTN_EXT:
+            if (knapspec_attention_declines(op)) {
+                return false;
+            }
+            knapspec_attention(params, op);
+            return true;
         default:
             return false;
     }
 }
 
 size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op) {
-    GGML_UNUSED(n_threads);
     switch (op->op) {
+        case GGML_OP_FLASH_ATTN_EXT:
+            return knapspec_attention_declines(op) ? 0 : knapspec_attention_work_size(n_threads, op);
         default:
             return 0;
     }

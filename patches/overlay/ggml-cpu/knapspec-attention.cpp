@@ -1,0 +1,765 @@
+#include "knapspec-attention.h"
+
+#define GGML_COMMON_DECL_CPP
+#include "ggml-common.h"
+#include "knapspec-simd.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <initializer_list>
+
+#ifdef KNAPSPEC_LANES
+
+namespace {
+
+constexpr int TILE       = 64;  // keys that are read, weighed and summed together
+constexpr int BLOCK_ROWS = 6;   // query rows of a register block
+constexpr int MAX_TOKENS = 16;  // of a batch; upstream's tiles serve more
+constexpr int MAX_WIDTH  = 576; // of a head; bounds the scratch of a thread
+constexpr ggml_fp16_t MASKED = 0xFC00; // -inf
+constexpr int ALIGNMENT  = 64;  // bytes; threads share no cache line that one of them writes
+
+// What a token's mask does to a tile.
+enum TileState : uint8_t { OPEN, PARTIAL, HIDDEN };
+
+constexpr size_t align(size_t n) {
+    return (n + ALIGNMENT - 1)/ALIGNMENT*ALIGNMENT;
+}
+
+// Chunks are a whole number of tiles and lie at fixed cells: short ones first, so that short contexts occupy all threads,
+// then 256 keys, and a sixteenth of the power of two below them from cell 8192 on, so that partial sums stay few.
+int chunk_end(int cell) {
+    if (cell < 128) {
+        return cell + 64;
+    }
+    if (cell < 256) {
+        return 256;
+    }
+    int size = 256;
+    while (cell >= 32*size) {
+        size *= 2;
+    }
+    return cell + size;
+}
+
+struct Shape {
+    int n_tokens, n_heads, n_heads_kv, n_streams, width_k, width_v;
+    int n_keys, n_tiles, n_chunks;
+
+    // query heads that share one head of keys, query rows of that head
+    int group, rows;
+
+    explicit Shape(const ggml_tensor * op) {
+        const ggml_tensor * q = op->src[0];
+        const ggml_tensor * k = op->src[1];
+        const ggml_tensor * v = op->src[2];
+        n_tokens   = q->ne[1];
+        n_heads    = q->ne[2];
+        n_streams  = q->ne[3];
+        n_heads_kv = k->ne[2];
+        width_k    = k->ne[0];
+        width_v    = v->ne[0];
+        n_keys     = k->ne[1];
+        group      = n_heads/n_heads_kv;
+        rows       = group*n_tokens;
+        n_tiles    = (n_keys + TILE - 1)/TILE;
+        n_chunks   = 0;
+        for (int cell = 0; cell < n_keys; cell = chunk_end(cell)) {
+            n_chunks++;
+        }
+    }
+};
+
+// The work buffer, in bytes from its first aligned address.
+struct Layout {
+    size_t slopes;    // [head] what ALiBi multiplies the mask with
+    size_t queries;   // [stream][head_kv][row][width_k] scaled
+    size_t states;    // [stream][tile][token] TileState
+    size_t sums;      // [stream][chunk][head_kv][row][width_v] weighted sums of values
+    size_t maxima;    // [stream][chunk][head_kv][rows padded]  largest logit
+    size_t weights;   // [stream][chunk][head_kv][rows padded]  sum of the weights
+    size_t threads;   // one Scratch per thread
+    size_t total;
+    size_t per_thread, keys, keys_f32, values_f32, tail_k, tail_v, tail_mask, logits, live, items; // inside a Scratch
+    size_t row_stride, padded_rows;
+
+    Layout(const Shape & s, const ggml_tensor * op, int n_threads) {
+        padded_rows = align(s.rows*sizeof(float))/sizeof(float);
+        const size_t n_parts = (size_t) s.n_streams*s.n_chunks*s.n_heads_kv;
+        size_t at = 0;
+        const auto take = [&at](size_t bytes) { const size_t here = at; at += align(bytes); return here; };
+        slopes  = take(sizeof(float)*s.n_heads);
+        queries = take(sizeof(float)*s.n_streams*s.n_heads_kv*s.rows*s.width_k);
+        states  = take((size_t) s.n_streams*s.n_tiles*s.n_tokens);
+        sums    = take(sizeof(float)*n_parts*s.rows*s.width_v);
+        maxima  = take(sizeof(float)*n_parts*padded_rows);
+        weights = take(sizeof(float)*n_parts*padded_rows);
+        threads = at;
+        at = 0;
+        keys       = take(sizeof(ggml_fp16_t)*s.width_k*TILE);
+        keys_f32   = take(sizeof(float)*s.width_k*TILE);
+        values_f32 = take(sizeof(float)*s.width_v*TILE);
+        tail_k     = take(ggml_row_size(op->src[1]->type, s.width_k)*TILE);
+        tail_v     = take(ggml_row_size(op->src[2]->type, s.width_v)*TILE);
+        tail_mask  = take(sizeof(ggml_fp16_t)*s.n_tokens*TILE);
+        logits     = take(sizeof(float)*BLOCK_ROWS*TILE);
+        live       = take(sizeof(int)*s.n_streams*s.n_chunks);
+        items      = take(sizeof(int)*(s.n_streams*s.n_chunks + 1));
+        per_thread = at;
+        total      = threads + per_thread*n_threads + ALIGNMENT;
+    }
+};
+
+template <typename T> T * at(char * base, size_t offset) {
+    return reinterpret_cast<T *>(base + offset);
+}
+
+// Lines of the tile after this one, fetched `pace` at a time between the multiplications.
+struct Prefetch {
+    const char * row = nullptr;
+    size_t stride = 0;
+    int lines_per_row = 0, rows = 0, pace = 0, line = 0;
+
+    KNAPSPEC_INLINE void next() {
+        for (int i = 0; i < pace && rows > 0; i++) {
+            KNAPSPEC_PREFETCH(row + (size_t) line*64);
+            if (++line == lines_per_row) {
+                line = 0;
+                row += stride;
+                rows--;
+            }
+        }
+    }
+};
+
+// Keys turned, out[d][key], so that a vector holds one d of neighbouring keys and a logit is summed over d in order.
+void turn_keys_f16(const char * k, size_t stride, int width, ggml_fp16_t * out) {
+    constexpr int step = 2*KNAPSPEC_LANES;
+    for (int key = 0; key < TILE; key += step) {
+        for (int d = 0; d < width; d += 8) {
+            v_turn_f16(k + key*stride + d*sizeof(ggml_fp16_t), stride, out + d*TILE + key, TILE);
+        }
+    }
+}
+
+void turn_keys_q8_0(const char * k, size_t stride, int width, float * out) {
+    for (int key = 0; key < TILE; key += KNAPSPEC_LANES) {
+        const char * first = k + key*stride;
+        for (int d = 0; d < width; d += QK8_0) {
+            const char * block = first + d/QK8_0*sizeof(block_q8_0);
+            ggml_fp16_t factors[KNAPSPEC_LANES];
+            for (int i = 0; i < KNAPSPEC_LANES; i++) {
+                factors[i] = ((const block_q8_0 *) (block + i*stride))->d;
+            }
+            const vf factor = v_load(factors);
+            for (int half = 0; half < QK8_0; half += 16) {
+                v_turn_i8(block + offsetof(block_q8_0, qs) + half, stride, factor, out + (d + half)*TILE + key, TILE);
+            }
+        }
+    }
+}
+
+void values_from_q8_0(const char * v, size_t stride, int width, float * out) {
+    for (int key = 0; key < TILE; key++) {
+        const block_q8_0 * blocks = (const block_q8_0 *) (v + key*stride);
+        for (int d = 0; d < width; d += QK8_0) {
+            const vf factor = v_set(GGML_CPU_FP16_TO_FP32(blocks[d/QK8_0].d));
+            KNAPSPEC_UNROLL
+            for (int i = 0; i < QK8_0; i += KNAPSPEC_LANES) {
+                v_store(out + key*width + d + i, v_mul(factor, v_load(blocks[d/QK8_0].qs + i)));
+            }
+        }
+    }
+}
+
+// logits[row][key] = query[row] · key, over d in order
+template <int R, typename K>
+void weigh(const float * q, int width, const K * keys, float * logits, Prefetch & ahead) {
+    constexpr int C = KNAPSPEC_BLOCK;
+    for (int key = 0; key < TILE; key += C*KNAPSPEC_LANES) {
+        vf acc[R][C];
+        KNAPSPEC_UNROLL
+        for (int r = 0; r < R; r++) {
+            KNAPSPEC_UNROLL
+            for (int c = 0; c < C; c++) {
+                acc[r][c] = v_zero();
+            }
+        }
+        for (int d = 0; d < width; d++) {
+            ahead.next();
+            vf k[C];
+            KNAPSPEC_UNROLL
+            for (int c = 0; c < C; c++) {
+                k[c] = v_load(keys + d*TILE + key + c*KNAPSPEC_LANES);
+            }
+            KNAPSPEC_UNROLL
+            for (int r = 0; r < R; r++) {
+                const vf x = v_set(q[r*width + d]);
+                KNAPSPEC_UNROLL
+                for (int c = 0; c < C; c++) {
+                    acc[r][c] = v_fma(x, k[c], acc[r][c]);
+                }
+            }
+        }
+        KNAPSPEC_UNROLL
+        for (int r = 0; r < R; r++) {
+            KNAPSPEC_UNROLL
+            for (int c = 0; c < C; c++) {
+                v_store(logits + r*TILE + key + c*KNAPSPEC_LANES, acc[r][c]);
+            }
+        }
+    }
+}
+
+// C vectors of columns: sums[row] += weight[row][key]*value[key], over the keys in order
+template <int R, int C, typename V>
+KNAPSPEC_INLINE void add_columns(const float * weights, const char * v, size_t stride, float * sums, int width,
+                                 Prefetch & ahead) {
+    vf acc[R][C];
+    KNAPSPEC_UNROLL
+    for (int r = 0; r < R; r++) {
+        KNAPSPEC_UNROLL
+        for (int c = 0; c < C; c++) {
+            acc[r][c] = v_load(sums + r*width + c*KNAPSPEC_LANES);
+        }
+    }
+    for (int key = 0; key < TILE; key++) {
+        ahead.next();
+        vf x[C];
+        KNAPSPEC_UNROLL
+        for (int c = 0; c < C; c++) {
+            x[c] = v_load((const V *) (v + key*stride) + c*KNAPSPEC_LANES);
+        }
+        KNAPSPEC_UNROLL
+        for (int r = 0; r < R; r++) {
+            const vf p = v_set(weights[r*TILE + key]);
+            KNAPSPEC_UNROLL
+            for (int c = 0; c < C; c++) {
+                acc[r][c] = v_fma(p, x[c], acc[r][c]);
+            }
+        }
+    }
+    KNAPSPEC_UNROLL
+    for (int r = 0; r < R; r++) {
+        KNAPSPEC_UNROLL
+        for (int c = 0; c < C; c++) {
+            v_store(sums + r*width + c*KNAPSPEC_LANES, acc[r][c]);
+        }
+    }
+}
+
+template <int R, typename V>
+void add_values(const float * weights, const char * v, size_t stride, float * sums, int width, Prefetch & ahead) {
+    constexpr int step = KNAPSPEC_BLOCK*KNAPSPEC_LANES;
+    int d = 0;
+    for (; d + step <= width; d += step) {
+        add_columns<R, KNAPSPEC_BLOCK, V>(weights, v + d*sizeof(V), stride, sums + d, width, ahead);
+    }
+    for (; d < width; d += KNAPSPEC_LANES) {
+        add_columns<R, 1, V>(weights, v + d*sizeof(V), stride, sums + d, width, ahead);
+    }
+}
+
+// The same sums without the keys that the mask hides: 0 times a value that is not a number is none either.
+template <typename V>
+void add_seen_values(const float * weights, const ggml_fp16_t * mask, const char * v, size_t stride, float * sums, int width) {
+    for (int d = 0; d < width; d += KNAPSPEC_LANES) {
+        vf acc = v_load(sums + d);
+        for (int key = 0; key < TILE; key++) {
+            if (mask[key] != MASKED) {
+                acc = v_fma(v_set(weights[key]), v_load((const V *) (v + key*stride) + d), acc);
+            }
+        }
+        v_store(sums + d, acc);
+    }
+}
+
+template <typename V>
+bool are_finite(const char * v, size_t stride, int width) {
+    constexpr V exponent = sizeof(V) == 2 ? (V) 0x7C00 : (V) 0x7F800000;
+    int bad = 0;
+    for (int key = 0; key < TILE; key++) {
+        const V * x = (const V *) (v + key*stride);
+        for (int d = 0; d < width; d++) {
+            bad |= (x[d] & exponent) == exponent;
+        }
+    }
+    return !bad;
+}
+
+#define KNAPSPEC_ROWS(n, call) \
+    switch (n) { \
+        case 1:  { constexpr int R = 1; call; } break; \
+        case 2:  { constexpr int R = 2; call; } break; \
+        case 3:  { constexpr int R = 3; call; } break; \
+        case 4:  { constexpr int R = 4; call; } break; \
+        case 5:  { constexpr int R = 5; call; } break; \
+        default: { constexpr int R = 6; call; } break; \
+    }
+
+KNAPSPEC_INLINE vf v_tanh(vf x) {
+    // near 0 the quotient loses digits, the series does not
+    const vf a = v_abs(x);
+    const vf e = ggml_v_expf(v_mul(a, v_set(-2.0f)));
+    const vf far = v_copysign(v_div(v_sub(v_set(1.0f), e), v_add(v_set(1.0f), e)), x);
+    const vf z = v_mul(x, x);
+    vf p = v_set(62.0f/2835);
+    p = v_fma(p, z, v_set(-17.0f/315));
+    p = v_fma(p, z, v_set(2.0f/15));
+    p = v_fma(p, z, v_set(-1.0f/3));
+    const vf near = v_fma(v_mul(p, z), x, x);
+    return v_select_less(a, v_set(0.25f), near, far);
+}
+
+struct Attention {
+    const ggml_tensor * op, * q, * k, * v, * mask, * sinks;
+    Shape shape;
+    Layout layout;
+    int ith, nth;
+    ggml_threadpool * threadpool;
+    char * base;
+    char * mine;
+    float scale, max_bias, softcap;
+
+    Attention(const ggml_compute_params * params, const ggml_tensor * op)
+        : op(op), q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]),
+          shape(op), layout(shape, op, params->nth), ith(params->ith), nth(params->nth), threadpool(params->threadpool) {
+        GGML_ASSERT(params->wsize >= layout.total);
+        base = (char *) align((size_t) params->wdata);
+        mine = base + layout.threads + ith*layout.per_thread;
+        memcpy(&scale,    op->op_params + 0, sizeof(float));
+        memcpy(&max_bias, op->op_params + 1, sizeof(float));
+        memcpy(&softcap,  op->op_params + 2, sizeof(float));
+        if (softcap != 0.0f) {
+            scale /= softcap;
+        }
+    }
+
+    float slope(int head) const {
+        if (max_bias <= 0.0f) {
+            return 1.0f;
+        }
+        const int n = 1 << (int) floor(log2(shape.n_heads));
+        const float m0 = powf(2.0f, -max_bias/n);
+        const float m1 = powf(2.0f, -max_bias/2.0f/n);
+        return head < n ? powf(m0, head + 1) : powf(m1, 2*(head - n) + 1);
+    }
+
+    const ggml_fp16_t * mask_row(int stream, int token) const {
+        return (const ggml_fp16_t *) ((const char *) mask->data + token*mask->nb[1] + stream%mask->ne[3]*mask->nb[3]);
+    }
+
+    const uint8_t * states(int stream, int tile) const {
+        return (const uint8_t *) base + layout.states + ((size_t) stream*shape.n_tiles + tile)*shape.n_tokens;
+    }
+
+    bool is_hidden(int stream, int tile) const {
+        const uint8_t * state = states(stream, tile);
+        for (int j = 0; j < shape.n_tokens; j++) {
+            if (state[j] != HIDDEN) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    size_t part(int stream, int chunk, int head_kv) const {
+        return ((size_t) stream*shape.n_chunks + chunk)*shape.n_heads_kv + head_kv;
+    }
+    float * sums   (size_t part) const { return at<float>(base, layout.sums) + part*shape.rows*shape.width_v; }
+    float * maxima (size_t part) const { return at<float>(base, layout.maxima)  + part*layout.padded_rows; }
+    float * weights(size_t part) const { return at<float>(base, layout.weights) + part*layout.padded_rows; }
+    const float * queries(int stream, int head_kv) const {
+        return at<float>(base, layout.queries) + ((size_t) stream*shape.n_heads_kv + head_kv)*shape.rows*shape.width_k;
+    }
+
+    // This thread's share of what all of them read afterwards: masks looked through, queries scaled and gathered by head of
+    // keys, one token after the other.
+    void prepare() {
+        const int n_tiles = shape.n_streams*shape.n_tiles;
+        for (int i = (int64_t) n_tiles*ith/nth; i < (int64_t) n_tiles*(ith + 1)/nth; i++) {
+            const int stream = i/shape.n_tiles, tile = i%shape.n_tiles;
+            const int first = tile*TILE, n = std::min(TILE, shape.n_keys - first);
+            uint8_t * state = (uint8_t *) states(stream, tile);
+            for (int j = 0; j < shape.n_tokens; j++) {
+                if (!mask) {
+                    state[j] = n < TILE ? PARTIAL : OPEN;
+                    continue;
+                }
+                const ggml_fp16_t * m = mask_row(stream, j) + first;
+                uint16_t bits = 0, hidden = 0;
+                for (int t = 0; t < n; t++) {
+                    bits   |= m[t];
+                    hidden += m[t] == MASKED;
+                }
+                state[j] = hidden == n ? HIDDEN : (bits & 0x7FFF) || n < TILE ? PARTIAL : OPEN;
+            }
+        }
+        for (int head = shape.n_heads*ith/nth; head < shape.n_heads*(ith + 1)/nth; head++) {
+            at<float>(base, layout.slopes)[head] = slope(head);
+        }
+        const int n_rows = shape.n_streams*shape.n_heads_kv*shape.rows;
+        for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
+            const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
+            const int token = row/shape.group, head = head_kv*shape.group + row%shape.group;
+            const float * from = (const float *) ((const char *) q->data + token*q->nb[1] + head*q->nb[2] + stream*q->nb[3]);
+            float * to = at<float>(base, layout.queries) + (size_t) i*shape.width_k;
+            for (int d = 0; d < shape.width_k; d++) {
+                to[d] = from[d]*scale;
+            }
+        }
+    }
+
+    // Tiles of each chunk that some token sees.
+    void count_live(int * live) const {
+        for (int stream = 0; stream < shape.n_streams; stream++) {
+            for (int cell = 0; cell < shape.n_keys; cell = chunk_end(cell)) {
+                const int end = std::min(chunk_end(cell), shape.n_keys);
+                *live = 0;
+                for (int tile = cell/TILE; tile*TILE < end; tile++) {
+                    *live += !is_hidden(stream, tile);
+                }
+                live++;
+            }
+        }
+    }
+
+    // Ranges of chunks with at least that many live tiles; items[i + 1] is the first chunk behind range i. Returns how many.
+    int divide(const int * live, int n_tiles, int * items) const {
+        const int n_chunks = shape.n_streams*shape.n_chunks;
+        int n_items = 0, filled = 0;
+        items[0] = 0;
+        for (int i = 0; i < n_chunks; i++) {
+            filled += live[i];
+            if (filled >= n_tiles || (i + 1 == n_chunks && filled > 0)) {
+                items[++n_items] = i + 1;
+                filled = 0;
+            }
+        }
+        return n_items;
+    }
+
+    void compute() {
+        if (ith == 0) {
+            ggml_threadpool_chunk_set(threadpool, nth);
+        }
+        prepare();
+        ggml_barrier(threadpool);
+
+        int * live  = at<int>(mine, layout.live);
+        int * items = at<int>(mine, layout.items);
+        int n_live = 0, n_live_chunks = 0;
+        count_live(live);
+        for (int i = 0; i < shape.n_streams*shape.n_chunks; i++) {
+            n_live += live[i];
+            n_live_chunks += live[i] > 0;
+        }
+        // several items per thread, for cores of different speed; heads apart where chunks are too few
+        const int wanted = 4*nth;
+        const int parts = nth == 1 || n_live_chunks == 0 ? 1
+            : std::min(shape.n_heads_kv, (wanted + n_live_chunks - 1)/n_live_chunks);
+        const int n_ranges = divide(live, std::max(1, n_live*parts/wanted), items);
+        const int n_items = n_ranges*parts;
+        int item = ith;
+        while (item < n_items) {
+            const int range = item/parts, share = item%parts;
+            compute_chunks(items[range], items[range + 1], live, shape.n_heads_kv*share/parts, shape.n_heads_kv*(share + 1)/parts);
+            item = ggml_is_numa() ? item + nth : ggml_threadpool_chunk_add(threadpool, 1);
+        }
+        ggml_barrier(threadpool);
+        merge(live);
+    }
+
+    // Chunks first..last - 1, counted over all streams, for some heads of keys: tile after tile, so that memory is read in order.
+    void compute_chunks(int first, int last, const int * live, int head0, int head1) {
+        int chunk = first%shape.n_chunks, cell = 0;
+        for (int i = 0; i < chunk; i++) {
+            cell = chunk_end(cell);
+        }
+        for (int i = first; i < last; i++, chunk++) {
+            if (chunk == shape.n_chunks) {
+                chunk = 0;
+                cell  = 0;
+            }
+            const int stream = i/shape.n_chunks;
+            const int end = std::min(chunk_end(cell), shape.n_keys);
+            if (live[i]) {
+                for (int head = head0; head < head1; head++) {
+                    const size_t p = part(stream, chunk, head);
+                    std::fill_n(maxima(p), shape.rows, -INFINITY);
+                    std::fill_n(weights(p), shape.rows, 0.0f);
+                    std::fill_n(sums(p), (size_t) shape.rows*shape.width_v, 0.0f);
+                }
+                for (int tile = cell/TILE; tile*TILE < end; tile++) {
+                    if (!is_hidden(stream, tile)) {
+                        for (int head = head0; head < head1; head++) {
+                            compute_tile(stream, chunk, tile, head);
+                        }
+                    }
+                }
+            }
+            cell = end;
+        }
+    }
+
+    // The first n rows of a tile, and zeros.
+    const char * pad(const char * rows, size_t stride, size_t bytes, int n, char * to) const {
+        for (int i = 0; i < n; i++) {
+            memcpy(to + i*bytes, rows + i*stride, bytes);
+        }
+        memset(to + n*bytes, 0, (TILE - n)*bytes);
+        return to;
+    }
+
+    const ggml_fp16_t * mask_of_tile(int stream, int token, int first, int n) const {
+        if (n == TILE) {
+            return mask_row(stream, token) + first;
+        }
+        ggml_fp16_t * to = at<ggml_fp16_t>(mine, layout.tail_mask);
+        for (int i = 0; i < TILE; i++) {
+            to[i] = i >= n ? MASKED : mask ? mask_row(stream, token)[first + i] : 0;
+        }
+        return to;
+    }
+
+    // Logits of one row become weights; its sums so far are scaled to the new maximum.
+    void soften(float * logits, const ggml_fp16_t * m, float slope, float & maximum, float & weight, float * sums) const {
+        constexpr int C = TILE/KNAPSPEC_LANES;
+        vf x[C], top = v_set(-INFINITY);
+        for (int c = 0; c < C; c++) {
+            x[c] = v_load(logits + c*KNAPSPEC_LANES);
+            if (softcap != 0.0f) {
+                x[c] = v_mul(v_set(softcap), v_tanh(x[c]));
+            }
+            if (m) {
+                const vf bias = v_mul(v_set(slope), v_load(m + c*KNAPSPEC_LANES));
+                // a hidden key counts for nothing even if its logit is not a number
+                x[c] = v_select_equal(bias, v_set(-INFINITY), bias, v_add(x[c], bias));
+            }
+            top = v_max(x[c], top);
+        }
+        const float largest = v_reduce_max(top);
+        if (largest > maximum) {
+            if (weight != 0.0f) {
+                const float factor = expf(maximum - largest);
+                weight *= factor;
+                for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
+                    v_store(sums + d, v_mul(v_load(sums + d), v_set(factor)));
+                }
+            }
+            maximum = largest;
+        }
+        const vf reference = v_set(maximum == -INFINITY ? 0.0f : maximum);
+        vf sum = v_zero();
+        for (int c = 0; c < C; c++) {
+            const vf w = ggml_v_expf(v_sub(x[c], reference));
+            sum = v_add(sum, w);
+            v_store(logits + c*KNAPSPEC_LANES, w);
+        }
+        weight += v_reduce_add(sum);
+    }
+
+    void add_rows(int rows, const float * weights, const char * values, size_t stride, float * sums, Prefetch & next) const {
+        if (v->type == GGML_TYPE_F16) {
+            KNAPSPEC_ROWS(rows, (add_values<R, ggml_fp16_t>(weights, values, stride, sums, shape.width_v, next)))
+        } else {
+            KNAPSPEC_ROWS(rows, (add_values<R, float>(weights, at<char>(mine, layout.values_f32), sizeof(float)*shape.width_v,
+                                                      sums, shape.width_v, next)))
+        }
+    }
+
+    void compute_tile(int stream, int chunk, int tile, int head_kv) {
+        const int first = tile*TILE;
+        const uint8_t * state = states(stream, tile);
+        const char * keys   = (const char *) k->data + first*k->nb[1] + head_kv*k->nb[2] + stream/(q->ne[3]/k->ne[3])*k->nb[3];
+        const char * values = (const char *) v->data + first*v->nb[1] + head_kv*v->nb[2] + stream/(q->ne[3]/v->ne[3])*v->nb[3];
+        size_t stride_k = k->nb[1], stride_v = v->nb[1];
+        const size_t bytes_k = ggml_row_size(k->type, shape.width_k), bytes_v = ggml_row_size(v->type, shape.width_v);
+
+        Prefetch next_keys, next_values;
+        if (shape.n_keys - first >= 2*TILE && !is_hidden(stream, tile + 1)) {
+            const int blocks = (shape.rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
+            const int lines_k = (bytes_k + 63)/64, lines_v = (bytes_v + 63)/64;
+            const int steps_k = blocks*(TILE/(KNAPSPEC_BLOCK*KNAPSPEC_LANES))*shape.width_k;
+            const int steps_v = blocks*(shape.width_v/(KNAPSPEC_BLOCK*KNAPSPEC_LANES))*TILE;
+            next_keys   = { keys   + TILE*stride_k, stride_k, lines_k, TILE, lines_k*TILE/std::max(1, steps_k) + 1, 0 };
+            next_values = { values + TILE*stride_v, stride_v, lines_v, TILE, lines_v*TILE/std::max(1, steps_v) + 1, 0 };
+        }
+        const int n = std::min(TILE, shape.n_keys - first);
+        if (n < TILE) {
+            keys   = pad(keys,   stride_k, bytes_k, n, at<char>(mine, layout.tail_k));
+            values = pad(values, stride_v, bytes_v, n, at<char>(mine, layout.tail_v));
+            stride_k = bytes_k;
+            stride_v = bytes_v;
+        }
+
+        if (k->type == GGML_TYPE_F16) {
+            turn_keys_f16(keys, stride_k, shape.width_k, at<ggml_fp16_t>(mine, layout.keys));
+        } else {
+            turn_keys_q8_0(keys, stride_k, shape.width_k, at<float>(mine, layout.keys_f32));
+        }
+        const char * values_f32 = at<char>(mine, layout.values_f32);
+        const size_t stride_f32 = sizeof(float)*shape.width_v;
+        if (v->type != GGML_TYPE_F16) {
+            values_from_q8_0(values, stride_v, shape.width_v, at<float>(mine, layout.values_f32));
+        }
+
+        const size_t p = part(stream, chunk, head_kv);
+        float * logits = at<float>(mine, layout.logits);
+        // runs of tokens that see something of this tile
+        for (int j0 = 0; j0 < shape.n_tokens; j0++) {
+            if (state[j0] == HIDDEN) {
+                continue;
+            }
+            int j1 = j0;
+            bool partial = false;
+            for (; j1 < shape.n_tokens && state[j1] != HIDDEN; j1++) {
+                partial |= state[j1] == PARTIAL;
+            }
+            const bool careful = partial && !(v->type == GGML_TYPE_F16
+                ? are_finite<uint16_t>(values, stride_v, shape.width_v)
+                : are_finite<uint32_t>(values_f32, stride_f32, shape.width_v));
+            const int r0 = j0*shape.group, n_rows = (j1 - j0)*shape.group, blocks = (n_rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
+            for (int b = 0; b < blocks; b++) {
+                const int row = r0 + n_rows*b/blocks, count = r0 + n_rows*(b + 1)/blocks - row;
+                const float * x = queries(stream, head_kv) + (size_t) row*shape.width_k;
+                if (k->type == GGML_TYPE_F16) {
+                    KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, at<ggml_fp16_t>(mine, layout.keys), logits, next_keys))
+                } else {
+                    KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, at<float>(mine, layout.keys_f32), logits, next_keys))
+                }
+                float * to = sums(p) + (size_t) row*shape.width_v;
+                for (int r = 0; r < count; r++) {
+                    const int token = (row + r)/shape.group, head = head_kv*shape.group + (row + r)%shape.group;
+                    const ggml_fp16_t * m = state[token] == PARTIAL ? mask_of_tile(stream, token, first, n) : nullptr;
+                    soften(logits + r*TILE, m, at<float>(base, layout.slopes)[head],
+                           maxima(p)[row + r], weights(p)[row + r], to + r*shape.width_v);
+                    if (careful && m) {
+                        if (v->type == GGML_TYPE_F16) {
+                            add_seen_values<ggml_fp16_t>(logits + r*TILE, m, values, stride_v, to + r*shape.width_v, shape.width_v);
+                        } else {
+                            add_seen_values<float>(logits + r*TILE, m, values_f32, stride_f32, to + r*shape.width_v, shape.width_v);
+                        }
+                    } else if (careful) {
+                        add_rows(1, logits + r*TILE, values, stride_v, to + r*shape.width_v, next_values);
+                    }
+                }
+                if (!careful) {
+                    add_rows(count, logits, values, stride_v, to, next_values);
+                }
+            }
+            j0 = j1;
+        }
+    }
+
+    // This thread's share of the rows: chunks put together in their order, then the sink.
+    void merge(const int * live) const {
+        const int n_rows = shape.n_streams*shape.n_heads*shape.n_tokens;
+        for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
+            const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
+            const int token = row/shape.group, head = head_kv*shape.group + row%shape.group;
+            float * out = (float *) ((char *) op->data + token*op->nb[2] + head*op->nb[1] + stream*op->nb[3]);
+
+            float maximum = sinks ? ((const float *) sinks->data)[head] : -INFINITY;
+            for (int chunk = 0; chunk < shape.n_chunks; chunk++) {
+                if (live[stream*shape.n_chunks + chunk]) {
+                    maximum = std::max(maximum, maxima(part(stream, chunk, head_kv))[row]);
+                }
+            }
+            std::fill_n(out, shape.width_v, 0.0f);
+            float weight = 0.0f;
+            for (int chunk = 0; chunk < shape.n_chunks; chunk++) {
+                const size_t p = part(stream, chunk, head_kv);
+                if (!live[stream*shape.n_chunks + chunk] || weights(p)[row] == 0.0f) {
+                    continue;
+                }
+                const float factor = expf(maxima(p)[row] - maximum);
+                const float * from = sums(p) + (size_t) row*shape.width_v;
+                weight += factor*weights(p)[row];
+                for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
+                    v_store(out + d, v_fma(v_set(factor), v_load(from + d), v_load(out + d)));
+                }
+            }
+            if (sinks) {
+                weight += expf(((const float *) sinks->data)[head] - maximum);
+            }
+            const vf inverse = v_set(weight == 0.0f ? 0.0f : 1.0f/weight);
+            for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
+                // hidden values may turn -0 into 0 or not; added to 0 both are 0
+                v_store(out + d, v_add(v_mul(v_load(out + d), inverse), v_zero()));
+            }
+        }
+    }
+};
+
+bool is_served_type(ggml_type type) {
+    return type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0;
+}
+
+} // namespace
+
+extern "C" {
+
+const char * knapspec_attention_declines(const struct ggml_tensor * op) {
+    const ggml_tensor * q = op->src[0];
+    const ggml_tensor * k = op->src[1];
+    const ggml_tensor * v = op->src[2];
+    const ggml_tensor * mask = op->src[3];
+    if (q->ne[1] > MAX_TOKENS) {
+        return "more query rows than pay";
+    }
+    if (q->type != GGML_TYPE_F32 || !is_served_type(k->type) || !is_served_type(v->type)) {
+        return "a type other than F16 and Q8_0";
+    }
+    for (const ggml_tensor * t : { k, v }) {
+        if (t->ne[0]%(t->type == GGML_TYPE_Q8_0 ? QK8_0 : 16) != 0 || t->ne[0] > MAX_WIDTH) {
+            return "head width";
+        }
+        if (t->nb[0] != ggml_type_size(t->type) || q->ne[3]%t->ne[3] != 0) {
+            return "layout of keys or values";
+        }
+    }
+    if (k->ne[1] != v->ne[1] || k->ne[2] != v->ne[2] || q->ne[2]%k->ne[2] != 0 || k->ne[1] > (1 << 24)) {
+        return "heads";
+    }
+    if (mask && (mask->type != GGML_TYPE_F16 || mask->ne[2] != 1 || mask->nb[0] != sizeof(ggml_fp16_t))) {
+        return "a mask per head";
+    }
+    return nullptr;
+}
+
+size_t knapspec_attention_work_size(int n_threads, const struct ggml_tensor * op) {
+    return Layout(Shape(op), op, n_threads).total;
+}
+
+void knapspec_attention(const struct ggml_compute_params * params, struct ggml_tensor * op) {
+    Attention(params, op).compute();
+}
+
+} // extern "C"
+
+#else
+
+extern "C" {
+
+const char * knapspec_attention_declines(const struct ggml_tensor * op) {
+    GGML_UNUSED(op);
+    return "no vector unit with a kernel of ours";
+}
+
+size_t knapspec_attention_work_size(int n_threads, const struct ggml_tensor * op) {
+    GGML_UNUSED(n_threads);
+    GGML_UNUSED(op);
+    return 0;
+}
+
+void knapspec_attention(const struct ggml_compute_params * params, struct ggml_tensor * op) {
+    GGML_UNUSED(params);
+    GGML_UNUSED(op);
+}
+
+} // extern "C"
+
+#endif
