@@ -4,9 +4,9 @@
     python scripts/check_attention.py
     python scripts/check_attention.py --shape 32 8 128 --keys 2048 6144 --rows 1 4 8 --type q8_0
 
-Each figure is the time of one layer's operation in ms: the median over rounds, in each of which both
-kernels compute a graph of so many layers that their keys and values fit no cache. Largest errors are
-against F64. Run it on a machine that does nothing else.
+Each figure is the time of one layer's operation in ms: the median over rounds, in each of which
+both kernels compute a graph of so many layers that their keys and values fit no cache. Largest
+errors are against F64. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -89,8 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--shape", nargs=3, type=int, default=[9, 3, 64], metavar="N",
-                        help="query heads, heads of keys, width (default: the demo model's)")  # fmt: skip
+    parser.add_argument(
+        "--shape",
+        nargs=3,
+        type=int,
+        default=[9, 3, 64],
+        metavar="N",
+        help="query heads, heads of keys, width (default: the demo model's)",
+    )
     parser.add_argument("--keys", nargs="+", type=int, default=[64, 512, 2048, 6144], metavar="N")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="B")
     parser.add_argument("--type", choices=["f16", "q8_0"], default="f16")

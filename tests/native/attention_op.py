@@ -1,4 +1,4 @@
-"""One GGML_OP_FLASH_ATTN_EXT over arrays of one's own, by ggml's CPU backend, and its twin in F64."""
+"""One GGML_OP_FLASH_ATTN_EXT over one's own arrays, by ggml's CPU backend; its twin in F64."""
 
 from __future__ import annotations
 

@@ -12,6 +12,10 @@
 
 #ifdef KNAPSPEC_LANES
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized" // about its own intrinsics
+#endif
+
 namespace {
 
 constexpr int TILE       = 64;  // keys that are read, weighed and summed together
@@ -43,6 +47,19 @@ int chunk_end(int cell) {
     }
     return cell + size;
 }
+
+// The first cell of a chunk.
+int chunk_begin(int chunk) {
+    int cell = 0;
+    for (int i = 0; i < chunk; i++) {
+        cell = chunk_end(cell);
+    }
+    return cell;
+}
+
+struct Tile {
+    int stream, chunk, index;
+};
 
 struct Shape {
     int n_tokens, n_heads, n_heads_kv, n_streams, width_k, width_v;
@@ -82,8 +99,8 @@ struct Layout {
     size_t weights;   // [stream][chunk][head_kv][rows padded]  sum of the weights
     size_t threads;   // one Scratch per thread
     size_t total;
-    size_t per_thread, keys, keys_f32, values_f32, tail_k, tail_v, tail_mask, logits, live, items; // inside a Scratch
-    size_t row_stride, padded_rows;
+    size_t per_thread, keys, keys_f32, values_f32, tail_k, tail_v, tail_mask, logits, live, items, tiles; // inside a Scratch
+    size_t padded_rows;
 
     Layout(const Shape & s, const ggml_tensor * op, int n_threads) {
         padded_rows = align(s.rows*sizeof(float))/sizeof(float);
@@ -107,6 +124,7 @@ struct Layout {
         logits     = take(sizeof(float)*BLOCK_ROWS*TILE);
         live       = take(sizeof(int)*s.n_streams*s.n_chunks);
         items      = take(sizeof(int)*(s.n_streams*s.n_chunks + 1));
+        tiles      = take(sizeof(Tile)*s.n_streams*s.n_tiles);
         per_thread = at;
         total      = threads + per_thread*n_threads + ALIGNMENT;
     }
@@ -116,31 +134,62 @@ template <typename T> T * at(char * base, size_t offset) {
     return reinterpret_cast<T *>(base + offset);
 }
 
-// Lines of the tile after this one, fetched `pace` at a time between the multiplications.
+// Rows of the keys and values that come next, fetched evenly while this tile is computed: a core has few requests under way
+// at a time, and fetching them in a burst would stop the multiplications.
 struct Prefetch {
-    const char * row = nullptr;
-    size_t stride = 0;
-    int lines_per_row = 0, rows = 0, pace = 0, line = 0;
+    struct Rows {
+        const char * at = nullptr;
+        size_t stride = 0;
+        int bytes = 0; // of a row
+    };
 
-    KNAPSPEC_INLINE void next() {
-        for (int i = 0; i < pace && rows > 0; i++) {
-            KNAPSPEC_PREFETCH(row + (size_t) line*64);
-            if (++line == lines_per_row) {
-                line = 0;
-                row += stride;
-                rows--;
+    Rows rows, after;
+    int left = 0;
+    int rate = 0, due = 0; // rows per tick, in 256ths
+
+    Prefetch() = default;
+    Prefetch(const Rows & keys, const Rows & values, int ticks)
+        : rows(keys), after(values), left(TILE), rate(256*2*TILE/ticks + 1) {}
+
+    KNAPSPEC_INLINE void tick(int n) {
+#ifdef NOPF
+        (void) n; return;
+#endif
+        due += n*rate;
+        while (due >= 256) {
+            due -= 256;
+            for (int i = 0; i < rows.bytes; i += 64) {
+                KNAPSPEC_PREFETCH(rows.at + i);
+            }
+            rows.at += rows.stride;
+            if (--left == 0) {
+                rows  = after;
+                after = Rows();
+                left  = TILE;
             }
         }
     }
 };
 
+// ticks of a step, about in proportion to its time
+constexpr int TURN_TICKS = 4, ROW_TICKS = 12;
+// steps of the inner loops between two looks whether something is due
+constexpr int STRIDE = 4;
+
 // Keys turned, out[d][key], so that a vector holds one d of neighbouring keys and a logit is summed over d in order.
-void turn_keys_f16(const char * k, size_t stride, int width, ggml_fp16_t * out) {
+void turn_keys_f16(const char * k, size_t stride, int width, ggml_fp16_t * out, Prefetch & ahead) {
     constexpr int step = 2*KNAPSPEC_LANES;
     for (int key = 0; key < TILE; key += step) {
         for (int d = 0; d < width; d += 8) {
+            ahead.tick(TURN_TICKS);
             v_turn_f16(k + key*stride + d*sizeof(ggml_fp16_t), stride, out + d*TILE + key, TILE);
         }
+    }
+}
+
+void convert(const ggml_fp16_t * from, float * to, int n) {
+    for (int i = 0; i < n; i += KNAPSPEC_LANES) {
+        v_store(to + i, v_load(from + i));
     }
 }
 
@@ -176,7 +225,8 @@ void values_from_q8_0(const char * v, size_t stride, int width, float * out) {
 
 // logits[row][key] = query[row] · key, over d in order
 template <int R, typename K>
-void weigh(const float * q, int width, const K * keys, float * logits, Prefetch & ahead) {
+void weigh(const float * q, int width, const K * keys, float * logits, Prefetch & prefetch) {
+    Prefetch ahead = prefetch; // in registers
     constexpr int C = KNAPSPEC_BLOCK;
     for (int key = 0; key < TILE; key += C*KNAPSPEC_LANES) {
         vf acc[R][C];
@@ -187,19 +237,22 @@ void weigh(const float * q, int width, const K * keys, float * logits, Prefetch 
                 acc[r][c] = v_zero();
             }
         }
-        for (int d = 0; d < width; d++) {
-            ahead.next();
-            vf k[C];
+        for (int d0 = 0; d0 < width; d0 += STRIDE) {
+            ahead.tick(STRIDE);
             KNAPSPEC_UNROLL
-            for (int c = 0; c < C; c++) {
-                k[c] = v_load(keys + d*TILE + key + c*KNAPSPEC_LANES);
-            }
-            KNAPSPEC_UNROLL
-            for (int r = 0; r < R; r++) {
-                const vf x = v_set(q[r*width + d]);
+            for (int d = d0; d < d0 + STRIDE; d++) {
+                vf k[C];
                 KNAPSPEC_UNROLL
                 for (int c = 0; c < C; c++) {
-                    acc[r][c] = v_fma(x, k[c], acc[r][c]);
+                    k[c] = v_load(keys + d*TILE + key + c*KNAPSPEC_LANES);
+                }
+                KNAPSPEC_UNROLL
+                for (int r = 0; r < R; r++) {
+                    const vf x = v_set(q[r*width + d]);
+                    KNAPSPEC_UNROLL
+                    for (int c = 0; c < C; c++) {
+                        acc[r][c] = v_fma(x, k[c], acc[r][c]);
+                    }
                 }
             }
         }
@@ -211,12 +264,14 @@ void weigh(const float * q, int width, const K * keys, float * logits, Prefetch 
             }
         }
     }
+    prefetch = ahead;
 }
 
 // C vectors of columns: sums[row] += weight[row][key]*value[key], over the keys in order
 template <int R, int C, typename V>
 KNAPSPEC_INLINE void add_columns(const float * weights, const char * v, size_t stride, float * sums, int width,
-                                 Prefetch & ahead) {
+                                 Prefetch & prefetch) {
+    Prefetch ahead = prefetch;
     vf acc[R][C];
     KNAPSPEC_UNROLL
     for (int r = 0; r < R; r++) {
@@ -225,19 +280,22 @@ KNAPSPEC_INLINE void add_columns(const float * weights, const char * v, size_t s
             acc[r][c] = v_load(sums + r*width + c*KNAPSPEC_LANES);
         }
     }
-    for (int key = 0; key < TILE; key++) {
-        ahead.next();
-        vf x[C];
+    for (int key0 = 0; key0 < TILE; key0 += STRIDE) {
+        ahead.tick(STRIDE);
         KNAPSPEC_UNROLL
-        for (int c = 0; c < C; c++) {
-            x[c] = v_load((const V *) (v + key*stride) + c*KNAPSPEC_LANES);
-        }
-        KNAPSPEC_UNROLL
-        for (int r = 0; r < R; r++) {
-            const vf p = v_set(weights[r*TILE + key]);
+        for (int key = key0; key < key0 + STRIDE; key++) {
+            vf x[C];
             KNAPSPEC_UNROLL
             for (int c = 0; c < C; c++) {
-                acc[r][c] = v_fma(p, x[c], acc[r][c]);
+                x[c] = v_load((const V *) (v + key*stride) + c*KNAPSPEC_LANES);
+            }
+            KNAPSPEC_UNROLL
+            for (int r = 0; r < R; r++) {
+                const vf p = v_set(weights[r*TILE + key]);
+                KNAPSPEC_UNROLL
+                for (int c = 0; c < C; c++) {
+                    acc[r][c] = v_fma(p, x[c], acc[r][c]);
+                }
             }
         }
     }
@@ -248,6 +306,7 @@ KNAPSPEC_INLINE void add_columns(const float * weights, const char * v, size_t s
             v_store(sums + r*width + c*KNAPSPEC_LANES, acc[r][c]);
         }
     }
+    prefetch = ahead;
 }
 
 template <int R, typename V>
@@ -352,7 +411,7 @@ struct Attention {
     }
 
     const uint8_t * states(int stream, int tile) const {
-        return (const uint8_t *) base + layout.states + ((size_t) stream*shape.n_tiles + tile)*shape.n_tokens;
+        return at<uint8_t>(base, layout.states) + ((size_t) stream*shape.n_tiles + tile)*shape.n_tokens;
     }
 
     bool is_hidden(int stream, int tile) const {
@@ -382,7 +441,7 @@ struct Attention {
         for (int i = (int64_t) n_tiles*ith/nth; i < (int64_t) n_tiles*(ith + 1)/nth; i++) {
             const int stream = i/shape.n_tiles, tile = i%shape.n_tiles;
             const int first = tile*TILE, n = std::min(TILE, shape.n_keys - first);
-            uint8_t * state = (uint8_t *) states(stream, tile);
+            uint8_t * state = at<uint8_t>(base, layout.states) + (size_t) i*shape.n_tokens;
             for (int j = 0; j < shape.n_tokens; j++) {
                 if (!mask) {
                     state[j] = n < TILE ? PARTIAL : OPEN;
@@ -472,36 +531,53 @@ struct Attention {
         merge(live);
     }
 
-    // Chunks first..last - 1, counted over all streams, for some heads of keys: tile after tile, so that memory is read in order.
+    // Chunks first..last - 1, counted over all streams, for some heads of keys: tile after tile, so that memory is read in
+    // about its order.
     void compute_chunks(int first, int last, const int * live, int head0, int head1) {
-        int chunk = first%shape.n_chunks, cell = 0;
-        for (int i = 0; i < chunk; i++) {
-            cell = chunk_end(cell);
-        }
-        for (int i = first; i < last; i++, chunk++) {
-            if (chunk == shape.n_chunks) {
-                chunk = 0;
-                cell  = 0;
+        Tile * tiles = at<Tile>(mine, layout.tiles);
+        int n_tiles = 0;
+        for (int i = first; i < last; i++) {
+            if (!live[i]) {
+                continue;
             }
-            const int stream = i/shape.n_chunks;
-            const int end = std::min(chunk_end(cell), shape.n_keys);
-            if (live[i]) {
-                for (int head = head0; head < head1; head++) {
-                    const size_t p = part(stream, chunk, head);
-                    std::fill_n(maxima(p), shape.rows, -INFINITY);
-                    std::fill_n(weights(p), shape.rows, 0.0f);
-                    std::fill_n(sums(p), (size_t) shape.rows*shape.width_v, 0.0f);
-                }
-                for (int tile = cell/TILE; tile*TILE < end; tile++) {
-                    if (!is_hidden(stream, tile)) {
-                        for (int head = head0; head < head1; head++) {
-                            compute_tile(stream, chunk, tile, head);
-                        }
-                    }
+            const int stream = i/shape.n_chunks, chunk = i%shape.n_chunks;
+            for (int head = head0; head < head1; head++) {
+                const size_t p = part(stream, chunk, head);
+                std::fill_n(maxima(p), shape.rows, -INFINITY);
+                std::fill_n(weights(p), shape.rows, 0.0f);
+                std::fill_n(sums(p), (size_t) shape.rows*shape.width_v, 0.0f);
+            }
+            const int cell = chunk_begin(chunk), end = std::min(chunk_end(cell), shape.n_keys);
+            for (int tile = cell/TILE; tile*TILE < end; tile++) {
+                if (!is_hidden(stream, tile)) {
+                    tiles[n_tiles++] = { stream, chunk, tile };
                 }
             }
-            cell = end;
         }
+        for (int i = 0; i < n_tiles; i++) {
+            for (int head = head0; head < head1; head++) {
+                const bool same = head + 1 < head1;
+                const Tile * next = same ? &tiles[i] : i + 1 < n_tiles ? &tiles[i + 1] : nullptr;
+                compute_tile(tiles[i], head, next, same ? head + 1 : head0);
+            }
+        }
+    }
+
+    const char * rows_of(const ggml_tensor * t, int stream, int cell, int head_kv) const {
+        return (const char *) t->data + cell*t->nb[1] + head_kv*t->nb[2] + stream/(q->ne[3]/t->ne[3])*t->nb[3];
+    }
+
+    Prefetch prefetch(const Tile * tile, int head_kv) const {
+        if (!tile || shape.n_keys - tile->index*TILE < TILE) {
+            return Prefetch();
+        }
+        const int blocks = (shape.rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
+        const int turns = TILE/(2*KNAPSPEC_LANES)*(shape.width_k/8);
+        const int columns = std::max(1, shape.width_v/(KNAPSPEC_BLOCK*KNAPSPEC_LANES));
+        const int ticks = turns*TURN_TICKS + shape.rows*ROW_TICKS + blocks*(TILE/(KNAPSPEC_BLOCK*KNAPSPEC_LANES)*shape.width_k + columns*TILE);
+        const int first = tile->index*TILE;
+        return Prefetch({ rows_of(k, tile->stream, first, head_kv), k->nb[1], (int) ggml_row_size(k->type, shape.width_k) },
+                        { rows_of(v, tile->stream, first, head_kv), v->nb[1], (int) ggml_row_size(v->type, shape.width_v) }, ticks);
     }
 
     // The first n rows of a tile, and zeros.
@@ -561,32 +637,24 @@ struct Attention {
         weight += v_reduce_add(sum);
     }
 
-    void add_rows(int rows, const float * weights, const char * values, size_t stride, float * sums, Prefetch & next) const {
-        if (v->type == GGML_TYPE_F16) {
-            KNAPSPEC_ROWS(rows, (add_values<R, ggml_fp16_t>(weights, values, stride, sums, shape.width_v, next)))
+    void add_rows(int rows, bool are_f16, const float * weights, const char * values, size_t stride, float * sums,
+                  Prefetch & ahead) const {
+        if (are_f16) {
+            KNAPSPEC_ROWS(rows, (add_values<R, ggml_fp16_t>(weights, values, stride, sums, shape.width_v, ahead)))
         } else {
-            KNAPSPEC_ROWS(rows, (add_values<R, float>(weights, at<char>(mine, layout.values_f32), sizeof(float)*shape.width_v,
-                                                      sums, shape.width_v, next)))
+            KNAPSPEC_ROWS(rows, (add_values<R, float>(weights, values, stride, sums, shape.width_v, ahead)))
         }
     }
 
-    void compute_tile(int stream, int chunk, int tile, int head_kv) {
-        const int first = tile*TILE;
-        const uint8_t * state = states(stream, tile);
-        const char * keys   = (const char *) k->data + first*k->nb[1] + head_kv*k->nb[2] + stream/(q->ne[3]/k->ne[3])*k->nb[3];
-        const char * values = (const char *) v->data + first*v->nb[1] + head_kv*v->nb[2] + stream/(q->ne[3]/v->ne[3])*v->nb[3];
+    void compute_tile(const Tile & tile, int head_kv, const Tile * next, int next_head) {
+        const int stream = tile.stream, first = tile.index*TILE;
+        const uint8_t * state = states(stream, tile.index);
+        const char * keys   = rows_of(k, stream, first, head_kv);
+        const char * values = rows_of(v, stream, first, head_kv);
         size_t stride_k = k->nb[1], stride_v = v->nb[1];
         const size_t bytes_k = ggml_row_size(k->type, shape.width_k), bytes_v = ggml_row_size(v->type, shape.width_v);
 
-        Prefetch next_keys, next_values;
-        if (shape.n_keys - first >= 2*TILE && !is_hidden(stream, tile + 1)) {
-            const int blocks = (shape.rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
-            const int lines_k = (bytes_k + 63)/64, lines_v = (bytes_v + 63)/64;
-            const int steps_k = blocks*(TILE/(KNAPSPEC_BLOCK*KNAPSPEC_LANES))*shape.width_k;
-            const int steps_v = blocks*(shape.width_v/(KNAPSPEC_BLOCK*KNAPSPEC_LANES))*TILE;
-            next_keys   = { keys   + TILE*stride_k, stride_k, lines_k, TILE, lines_k*TILE/std::max(1, steps_k) + 1, 0 };
-            next_values = { values + TILE*stride_v, stride_v, lines_v, TILE, lines_v*TILE/std::max(1, steps_v) + 1, 0 };
-        }
+        Prefetch ahead = prefetch(next, next_head);
         const int n = std::min(TILE, shape.n_keys - first);
         if (n < TILE) {
             keys   = pad(keys,   stride_k, bytes_k, n, at<char>(mine, layout.tail_k));
@@ -595,18 +663,36 @@ struct Attention {
             stride_v = bytes_v;
         }
 
+        // converted once where many blocks of rows read it, otherwise in the multiplication
+        const bool convert_once = shape.rows > 4*BLOCK_ROWS;
+        float * keys_f32 = at<float>(mine, layout.keys_f32);
+        float * values_f32 = at<float>(mine, layout.values_f32);
+        const ggml_fp16_t * keys_f16 = nullptr;
         if (k->type == GGML_TYPE_F16) {
-            turn_keys_f16(keys, stride_k, shape.width_k, at<ggml_fp16_t>(mine, layout.keys));
+            ggml_fp16_t * turned = at<ggml_fp16_t>(mine, layout.keys);
+            turn_keys_f16(keys, stride_k, shape.width_k, turned, ahead);
+            if (convert_once) {
+                convert(turned, keys_f32, shape.width_k*TILE);
+            } else {
+                keys_f16 = turned;
+            }
         } else {
-            turn_keys_q8_0(keys, stride_k, shape.width_k, at<float>(mine, layout.keys_f32));
+            turn_keys_q8_0(keys, stride_k, shape.width_k, keys_f32);
         }
-        const char * values_f32 = at<char>(mine, layout.values_f32);
-        const size_t stride_f32 = sizeof(float)*shape.width_v;
-        if (v->type != GGML_TYPE_F16) {
-            values_from_q8_0(values, stride_v, shape.width_v, at<float>(mine, layout.values_f32));
+        const bool values_are_f16 = v->type == GGML_TYPE_F16 && !convert_once;
+        if (v->type == GGML_TYPE_Q8_0) {
+            values_from_q8_0(values, stride_v, shape.width_v, values_f32);
+        } else if (convert_once) {
+            for (int key = 0; key < TILE; key++) {
+                convert((const ggml_fp16_t *) (values + key*stride_v), values_f32 + key*shape.width_v, shape.width_v);
+            }
+        }
+        if (!values_are_f16) {
+            values   = (const char *) values_f32;
+            stride_v = sizeof(float)*shape.width_v;
         }
 
-        const size_t p = part(stream, chunk, head_kv);
+        const size_t p = part(stream, tile.chunk, head_kv);
         float * logits = at<float>(mine, layout.logits);
         // runs of tokens that see something of this tile
         for (int j0 = 0; j0 < shape.n_tokens; j0++) {
@@ -618,36 +704,37 @@ struct Attention {
             for (; j1 < shape.n_tokens && state[j1] != HIDDEN; j1++) {
                 partial |= state[j1] == PARTIAL;
             }
-            const bool careful = partial && !(v->type == GGML_TYPE_F16
+            const bool careful = partial && !(values_are_f16
                 ? are_finite<uint16_t>(values, stride_v, shape.width_v)
-                : are_finite<uint32_t>(values_f32, stride_f32, shape.width_v));
+                : are_finite<uint32_t>(values, stride_v, shape.width_v));
             const int r0 = j0*shape.group, n_rows = (j1 - j0)*shape.group, blocks = (n_rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
             for (int b = 0; b < blocks; b++) {
                 const int row = r0 + n_rows*b/blocks, count = r0 + n_rows*(b + 1)/blocks - row;
                 const float * x = queries(stream, head_kv) + (size_t) row*shape.width_k;
-                if (k->type == GGML_TYPE_F16) {
-                    KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, at<ggml_fp16_t>(mine, layout.keys), logits, next_keys))
+                if (keys_f16) {
+                    KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, keys_f16, logits, ahead))
                 } else {
-                    KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, at<float>(mine, layout.keys_f32), logits, next_keys))
+                    KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, keys_f32, logits, ahead))
                 }
                 float * to = sums(p) + (size_t) row*shape.width_v;
                 for (int r = 0; r < count; r++) {
+                    ahead.tick(ROW_TICKS);
                     const int token = (row + r)/shape.group, head = head_kv*shape.group + (row + r)%shape.group;
                     const ggml_fp16_t * m = state[token] == PARTIAL ? mask_of_tile(stream, token, first, n) : nullptr;
                     soften(logits + r*TILE, m, at<float>(base, layout.slopes)[head],
                            maxima(p)[row + r], weights(p)[row + r], to + r*shape.width_v);
                     if (careful && m) {
-                        if (v->type == GGML_TYPE_F16) {
+                        if (values_are_f16) {
                             add_seen_values<ggml_fp16_t>(logits + r*TILE, m, values, stride_v, to + r*shape.width_v, shape.width_v);
                         } else {
-                            add_seen_values<float>(logits + r*TILE, m, values_f32, stride_f32, to + r*shape.width_v, shape.width_v);
+                            add_seen_values<float>(logits + r*TILE, m, values, stride_v, to + r*shape.width_v, shape.width_v);
                         }
                     } else if (careful) {
-                        add_rows(1, logits + r*TILE, values, stride_v, to + r*shape.width_v, next_values);
+                        add_rows(1, values_are_f16, logits + r*TILE, values, stride_v, to + r*shape.width_v, ahead);
                     }
                 }
                 if (!careful) {
-                    add_rows(count, logits, values, stride_v, to, next_values);
+                    add_rows(count, values_are_f16, logits, values, stride_v, to, ahead);
                 }
             }
             j0 = j1;
