@@ -33,7 +33,6 @@ from tests.native.attention_op import (  # noqa: E402
     naive,
 )
 
-POOL_BYTES = 192 << 20
 MOST_LAYERS = 400
 
 
@@ -54,10 +53,10 @@ def attention(
     )
 
 
-def measure(a: Attention, rounds: int, threads: int) -> dict[bool, list[float]]:
+def measure(a: Attention, rounds: int, threads: int, pool_bytes: int) -> dict[bool, list[float]]:
     """ms per layer of each round, by whether the kernels are ours."""
     bytes_per_layer = (a.k.size + a.v.size) * 2
-    layers = max(1, min(MOST_LAYERS, POOL_BYTES // bytes_per_layer))
+    layers = max(1, min(MOST_LAYERS, pool_bytes // bytes_per_layer))
     operation = Operation(a, repeat=layers)
     found: dict[bool, list[float]] = {False: [], True: []}
     try:
@@ -103,6 +102,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=0, help="keys that a row sees; 0: all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pool", type=int, default=192, metavar="MB", help="keys and values")
     parser.add_argument("--errors", action="store_true", help="compare with F64 as well; slow")
     options = parser.parse_args()
     kind = {"f16": F16, "q8_0": Q8_0}[options.type]
@@ -114,7 +114,7 @@ def main() -> None:
     for keys in options.keys:
         for rows in options.rows:
             a = attention(tuple(options.shape), keys, rows, kind, options.window)
-            found = measure(a, options.rounds, options.threads)
+            found = measure(a, options.rounds, options.threads, options.pool << 20)
             before, after = (statistics.median(found[kernels]) for kernels in (False, True))
             low, _, high = statistics.quantiles(found[True], n=4)
             line = [str(keys), str(rows), f"{before:.4f}", f"{after:.4f}", f"{before / after:.2f}",
@@ -123,7 +123,7 @@ def main() -> None:
                 error = largest_error(a, options.threads)
                 line += [f"{error[False]:.1e}", f"{error[True]:.1e}"]
             lines.append(line)
-            print(*line, file=sys.stderr)
+            print(*line, file=sys.stderr, flush=True)
     print(*table(heads, lines), sep="\n")
 
 

@@ -20,7 +20,8 @@ namespace {
 
 constexpr int TILE       = 64;  // keys that are read, weighed and summed together
 constexpr int BLOCK_ROWS = 6;   // query rows of a register block
-constexpr int MAX_TOKENS = 16;  // of a batch; upstream's tiles serve more
+constexpr int FEW_TOKENS = 16;  // up to here threads share the keys of a row, beyond each takes rows of its own
+constexpr int STRIP_ROWS = 96;  // query rows that a thread takes at a time then
 constexpr int MAX_WIDTH  = 576; // of a head; bounds the scratch of a thread
 constexpr ggml_fp16_t MASKED = 0xFC00; // -inf
 constexpr int ALIGNMENT  = 64;  // bytes; threads share no cache line that one of them writes
@@ -68,6 +69,9 @@ struct Shape {
     // query heads that share one head of keys, query rows of that head
     int group, rows;
 
+    // tokens that are computed together: all of them, or the most that a thread takes
+    int strip;
+
     explicit Shape(const ggml_tensor * op) {
         const ggml_tensor * q = op->src[0];
         const ggml_tensor * k = op->src[1];
@@ -81,50 +85,76 @@ struct Shape {
         n_keys     = k->ne[1];
         group      = n_heads/n_heads_kv;
         rows       = group*n_tokens;
+        strip      = is_few() ? n_tokens : std::min(n_tokens, (STRIP_ROWS + group - 1)/group);
         n_tiles    = (n_keys + TILE - 1)/TILE;
         n_chunks   = 0;
         for (int cell = 0; cell < n_keys; cell = chunk_end(cell)) {
             n_chunks++;
         }
     }
+
+    bool is_few() const { return n_tokens <= FEW_TOKENS; }
+};
+
+// Query rows of one head of keys, one token after the other, and what is known of them so far.
+struct Rows {
+    int stream, head_kv, token, n_tokens;
+    const float * queries; // [row][width_k] scaled
+    float * sums;          // [row][width_v] weighted sums of values
+    float * maxima;        // [row] largest logit
+    float * weights;       // [row] sum of the weights
 };
 
 // The work buffer, in bytes from its first aligned address.
 struct Layout {
-    size_t slopes;    // [head] what ALiBi multiplies the mask with
-    size_t queries;   // [stream][head_kv][row][width_k] scaled
-    size_t states;    // [stream][tile][token] TileState
-    size_t sums;      // [stream][chunk][head_kv][row][width_v] weighted sums of values
-    size_t maxima;    // [stream][chunk][head_kv][rows padded]  largest logit
-    size_t weights;   // [stream][chunk][head_kv][rows padded]  sum of the weights
-    size_t threads;   // one Scratch per thread
+    size_t slopes; // [head] what ALiBi multiplies the mask with
+    size_t states; // [stream][tile][token] TileState
+
+    // of few tokens: see Rows
+    size_t queries;                // [stream][head_kv][row]
+    size_t sums, maxima, weights;  // [stream][chunk][head_kv][row]
+
+    // one per thread
+    size_t threads, per_thread;
+    size_t keys, keys_f32, values_f32, tail_k, tail_v, tail_mask, logits, live, items, tiles;
+    size_t strip_queries, chunk_sums, chunk_maxima, chunk_weights, strip_sums, strip_maxima, strip_weights; // of many tokens
+
     size_t total;
-    size_t per_thread, keys, keys_f32, values_f32, tail_k, tail_v, tail_mask, logits, live, items, tiles; // inside a Scratch
-    size_t padded_rows;
+    size_t padded_rows; // so that threads write to lines of their own
 
     Layout(const Shape & s, const ggml_tensor * op, int n_threads) {
-        padded_rows = align(s.rows*sizeof(float))/sizeof(float);
-        const size_t n_parts = (size_t) s.n_streams*s.n_chunks*s.n_heads_kv;
         size_t at = 0;
         const auto take = [&at](size_t bytes) { const size_t here = at; at += align(bytes); return here; };
-        slopes  = take(sizeof(float)*s.n_heads);
-        queries = take(sizeof(float)*s.n_streams*s.n_heads_kv*s.rows*s.width_k);
+        const auto floats = [&take](size_t n) { return take(n*sizeof(float)); };
+        padded_rows = align(s.rows*sizeof(float))/sizeof(float);
+        const size_t few = s.is_few(), n_rows = (size_t) s.n_streams*s.n_heads_kv*s.rows;
+        const size_t n_parts = few*s.n_streams*s.n_chunks*s.n_heads_kv;
+        slopes  = floats(s.n_heads);
         states  = take((size_t) s.n_streams*s.n_tiles*s.n_tokens);
-        sums    = take(sizeof(float)*n_parts*s.rows*s.width_v);
-        maxima  = take(sizeof(float)*n_parts*padded_rows);
-        weights = take(sizeof(float)*n_parts*padded_rows);
+        queries = floats(few*n_rows*s.width_k);
+        sums    = floats(n_parts*s.rows*s.width_v);
+        maxima  = floats(n_parts*padded_rows);
+        weights = floats(n_parts*padded_rows);
         threads = at;
         at = 0;
         keys       = take(sizeof(ggml_fp16_t)*s.width_k*TILE);
-        keys_f32   = take(sizeof(float)*s.width_k*TILE);
-        values_f32 = take(sizeof(float)*s.width_v*TILE);
+        keys_f32   = floats((size_t) s.width_k*TILE);
+        values_f32 = floats((size_t) s.width_v*TILE);
         tail_k     = take(ggml_row_size(op->src[1]->type, s.width_k)*TILE);
         tail_v     = take(ggml_row_size(op->src[2]->type, s.width_v)*TILE);
-        tail_mask  = take(sizeof(ggml_fp16_t)*s.n_tokens*TILE);
-        logits     = take(sizeof(float)*BLOCK_ROWS*TILE);
+        tail_mask  = take(sizeof(ggml_fp16_t)*TILE);
+        logits     = floats(BLOCK_ROWS*TILE);
         live       = take(sizeof(int)*s.n_streams*s.n_chunks);
         items      = take(sizeof(int)*(s.n_streams*s.n_chunks + 1));
         tiles      = take(sizeof(Tile)*s.n_streams*s.n_tiles);
+        const size_t strip = few ? 0 : (size_t) s.strip*s.group;
+        strip_queries = floats(strip*s.width_k);
+        strip_sums    = floats(strip*s.width_v);
+        strip_maxima  = floats(strip);
+        strip_weights = floats(strip);
+        chunk_sums    = floats(strip*s.width_v);
+        chunk_maxima  = floats(strip);
+        chunk_weights = floats(strip);
         per_thread = at;
         total      = threads + per_thread*n_threads + ALIGNMENT;
     }
@@ -414,28 +444,40 @@ struct Attention {
         return at<uint8_t>(base, layout.states) + ((size_t) stream*shape.n_tiles + tile)*shape.n_tokens;
     }
 
-    bool is_hidden(int stream, int tile) const {
-        const uint8_t * state = states(stream, tile);
-        for (int j = 0; j < shape.n_tokens; j++) {
-            if (state[j] != HIDDEN) {
-                return false;
-            }
-        }
-        return true;
+    // Whether none of these tokens sees a key of the tile.
+    bool is_hidden(int stream, int tile, int token, int n_tokens) const {
+        const uint8_t * state = states(stream, tile) + token;
+        return std::all_of(state, state + n_tokens, [](uint8_t s) { return s == HIDDEN; });
     }
 
     size_t part(int stream, int chunk, int head_kv) const {
         return ((size_t) stream*shape.n_chunks + chunk)*shape.n_heads_kv + head_kv;
     }
-    float * sums   (size_t part) const { return at<float>(base, layout.sums) + part*shape.rows*shape.width_v; }
-    float * maxima (size_t part) const { return at<float>(base, layout.maxima)  + part*layout.padded_rows; }
-    float * weights(size_t part) const { return at<float>(base, layout.weights) + part*layout.padded_rows; }
-    const float * queries(int stream, int head_kv) const {
-        return at<float>(base, layout.queries) + ((size_t) stream*shape.n_heads_kv + head_kv)*shape.rows*shape.width_k;
+    Rows rows_of_part(int stream, int chunk, int head_kv) const {
+        const size_t p = part(stream, chunk, head_kv), query = (size_t) stream*shape.n_heads_kv + head_kv;
+        return { stream, head_kv, 0, shape.n_tokens,
+                 at<float>(base, layout.queries) + query*shape.rows*shape.width_k,
+                 at<float>(base, layout.sums)    + p*shape.rows*shape.width_v,
+                 at<float>(base, layout.maxima)  + p*layout.padded_rows,
+                 at<float>(base, layout.weights) + p*layout.padded_rows };
     }
 
-    // This thread's share of what all of them read afterwards: masks looked through, queries scaled and gathered by head of
-    // keys, one token after the other.
+    void clear(const Rows & r) const {
+        const int n = r.n_tokens*shape.group;
+        std::fill_n(r.maxima, n, -INFINITY);
+        std::fill_n(r.weights, n, 0.0f);
+        std::fill_n(r.sums, (size_t) n*shape.width_v, 0.0f);
+    }
+
+    // One row of queries, scaled.
+    void take_query(int stream, int token, int head, float * to) const {
+        const float * from = (const float *) ((const char *) q->data + token*q->nb[1] + head*q->nb[2] + stream*q->nb[3]);
+        for (int d = 0; d < shape.width_k; d++) {
+            to[d] = from[d]*scale;
+        }
+    }
+
+    // This thread's share of what all of them read afterwards: masks looked through, queries gathered.
     void prepare() {
         const int n_tiles = shape.n_streams*shape.n_tiles;
         for (int i = (int64_t) n_tiles*ith/nth; i < (int64_t) n_tiles*(ith + 1)/nth; i++) {
@@ -459,15 +501,11 @@ struct Attention {
         for (int head = shape.n_heads*ith/nth; head < shape.n_heads*(ith + 1)/nth; head++) {
             at<float>(base, layout.slopes)[head] = slope(head);
         }
-        const int n_rows = shape.n_streams*shape.n_heads_kv*shape.rows;
+        const int n_rows = shape.is_few() ? shape.n_streams*shape.n_heads_kv*shape.rows : 0;
         for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
             const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
-            const int token = row/shape.group, head = head_kv*shape.group + row%shape.group;
-            const float * from = (const float *) ((const char *) q->data + token*q->nb[1] + head*q->nb[2] + stream*q->nb[3]);
-            float * to = at<float>(base, layout.queries) + (size_t) i*shape.width_k;
-            for (int d = 0; d < shape.width_k; d++) {
-                to[d] = from[d]*scale;
-            }
+            take_query(stream, row/shape.group, head_kv*shape.group + row%shape.group,
+                       at<float>(base, layout.queries) + (size_t) i*shape.width_k);
         }
     }
 
@@ -478,7 +516,7 @@ struct Attention {
                 const int end = std::min(chunk_end(cell), shape.n_keys);
                 *live = 0;
                 for (int tile = cell/TILE; tile*TILE < end; tile++) {
-                    *live += !is_hidden(stream, tile);
+                    *live += !is_hidden(stream, tile, 0, shape.n_tokens);
                 }
                 live++;
             }
@@ -506,7 +544,19 @@ struct Attention {
         }
         prepare();
         ggml_barrier(threadpool);
+        if (shape.is_few()) {
+            compute_few();
+        } else {
+            compute_many();
+        }
+    }
 
+    int next_item(int item) const {
+        return ggml_is_numa() ? item + nth : ggml_threadpool_chunk_add(threadpool, 1);
+    }
+
+    // Threads share the keys; each chunk has sums of its own, which are put together at the end.
+    void compute_few() {
         int * live  = at<int>(mine, layout.live);
         int * items = at<int>(mine, layout.items);
         int n_live = 0, n_live_chunks = 0;
@@ -519,16 +569,28 @@ struct Attention {
         const int wanted = 4*nth;
         const int parts = nth == 1 || n_live_chunks == 0 ? 1
             : std::min(shape.n_heads_kv, (wanted + n_live_chunks - 1)/n_live_chunks);
-        const int n_ranges = divide(live, std::max(1, n_live*parts/wanted), items);
-        const int n_items = n_ranges*parts;
-        int item = ith;
-        while (item < n_items) {
+        const int n_items = parts*divide(live, std::max(1, n_live*parts/wanted), items);
+        for (int item = ith; item < n_items; item = next_item(item)) {
             const int range = item/parts, share = item%parts;
             compute_chunks(items[range], items[range + 1], live, shape.n_heads_kv*share/parts, shape.n_heads_kv*(share + 1)/parts);
-            item = ggml_is_numa() ? item + nth : ggml_threadpool_chunk_add(threadpool, 1);
         }
         ggml_barrier(threadpool);
-        merge(live);
+
+        const int n_rows = shape.n_streams*shape.n_heads*shape.n_tokens;
+        for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
+            const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
+            const int token = row/shape.group, head = head_kv*shape.group + row%shape.group;
+            float maximum = -INFINITY, weight = 0.0f;
+            float * out = output(stream, token, head);
+            std::fill_n(out, shape.width_v, 0.0f);
+            for (int chunk = 0; chunk < shape.n_chunks; chunk++) {
+                if (live[stream*shape.n_chunks + chunk]) {
+                    const Rows r = rows_of_part(stream, chunk, head_kv);
+                    fold(maximum, weight, out, r.maxima[row], r.weights[row], r.sums + (size_t) row*shape.width_v);
+                }
+            }
+            finish(head, maximum, weight, out, out);
+        }
     }
 
     // Chunks first..last - 1, counted over all streams, for some heads of keys: tile after tile, so that memory is read in
@@ -542,24 +604,120 @@ struct Attention {
             }
             const int stream = i/shape.n_chunks, chunk = i%shape.n_chunks;
             for (int head = head0; head < head1; head++) {
-                const size_t p = part(stream, chunk, head);
-                std::fill_n(maxima(p), shape.rows, -INFINITY);
-                std::fill_n(weights(p), shape.rows, 0.0f);
-                std::fill_n(sums(p), (size_t) shape.rows*shape.width_v, 0.0f);
+                clear(rows_of_part(stream, chunk, head));
             }
-            const int cell = chunk_begin(chunk), end = std::min(chunk_end(cell), shape.n_keys);
-            for (int tile = cell/TILE; tile*TILE < end; tile++) {
-                if (!is_hidden(stream, tile)) {
-                    tiles[n_tiles++] = { stream, chunk, tile };
-                }
-            }
+            n_tiles += find_tiles(stream, chunk, chunk_begin(chunk), 0, shape.n_tokens, tiles + n_tiles);
         }
         for (int i = 0; i < n_tiles; i++) {
             for (int head = head0; head < head1; head++) {
                 const bool same = head + 1 < head1;
                 const Tile * next = same ? &tiles[i] : i + 1 < n_tiles ? &tiles[i + 1] : nullptr;
-                compute_tile(tiles[i], head, next, same ? head + 1 : head0);
+                compute_tile(tiles[i], rows_of_part(tiles[i].stream, tiles[i].chunk, head), next, same ? head + 1 : head0);
             }
+        }
+    }
+
+    // Each thread takes some tokens of one head of keys and goes through all chunks, in their order.
+    void compute_many() {
+        const int n_heads = shape.n_streams*shape.n_heads_kv;
+        const int strip = std::min(shape.strip, std::max(8, (int) ((int64_t) shape.n_tokens*n_heads/(4*nth))));
+        const int n_strips = (shape.n_tokens + strip - 1)/strip;
+        for (int item = ith; item < n_strips*n_heads; item = next_item(item)) {
+            // the last tokens see most, so they go first
+            const int token = (n_strips - 1 - item/n_heads)*strip;
+            compute_strip(item%n_heads/shape.n_heads_kv, item%shape.n_heads_kv, token, std::min(strip, shape.n_tokens - token));
+        }
+    }
+
+    void compute_strip(int stream, int head_kv, int token, int n_tokens) {
+        const int n_rows = n_tokens*shape.group;
+        float * queries = at<float>(mine, layout.strip_queries);
+        const Rows whole = { stream, head_kv, token, n_tokens, queries, at<float>(mine, layout.strip_sums),
+                             at<float>(mine, layout.strip_maxima), at<float>(mine, layout.strip_weights) };
+        const Rows part  = { stream, head_kv, token, n_tokens, queries, at<float>(mine, layout.chunk_sums),
+                             at<float>(mine, layout.chunk_maxima), at<float>(mine, layout.chunk_weights) };
+        for (int row = 0; row < n_rows; row++) {
+            take_query(stream, token + row/shape.group, head_kv*shape.group + row%shape.group, queries + (size_t) row*shape.width_k);
+        }
+        Tile * tiles = at<Tile>(mine, layout.tiles);
+        int n_tiles = 0;
+        for (int chunk = 0, cell = 0; chunk < shape.n_chunks; chunk++, cell = chunk_end(cell)) {
+            n_tiles += find_tiles(stream, chunk, cell, token, n_tokens, tiles + n_tiles);
+        }
+        clear(whole);
+        for (int i = 0; i < n_tiles; i++) {
+            if (i == 0 || tiles[i].chunk != tiles[i - 1].chunk) {
+                clear(part);
+            }
+            const bool is_last = i + 1 == n_tiles;
+            compute_tile(tiles[i], part, is_last ? nullptr : &tiles[i + 1], head_kv);
+            if (is_last || tiles[i].chunk != tiles[i + 1].chunk) {
+                for (int row = 0; row < n_rows; row++) {
+                    fold(whole.maxima[row], whole.weights[row], whole.sums + (size_t) row*shape.width_v,
+                         part.maxima[row], part.weights[row], part.sums + (size_t) row*shape.width_v);
+                }
+            }
+        }
+        for (int row = 0; row < n_rows; row++) {
+            const int head = head_kv*shape.group + row%shape.group;
+            finish(head, whole.maxima[row], whole.weights[row], whole.sums + (size_t) row*shape.width_v,
+                   output(stream, token + row/shape.group, head));
+        }
+    }
+
+    // The tiles of a chunk that some of these tokens see. Returns how many.
+    int find_tiles(int stream, int chunk, int cell, int token, int n_tokens, Tile * tiles) const {
+        const int end = std::min(chunk_end(cell), shape.n_keys);
+        int n = 0;
+        for (int tile = cell/TILE; tile*TILE < end; tile++) {
+            if (!is_hidden(stream, tile, token, n_tokens)) {
+                tiles[n++] = { stream, chunk, tile };
+            }
+        }
+        return n;
+    }
+
+    float * output(int stream, int token, int head) const {
+        return (float *) ((char *) op->data + token*op->nb[2] + head*op->nb[1] + stream*op->nb[3]);
+    }
+
+    // Adds what a chunk found to what those before it found.
+    void fold(float & maximum, float & weight, float * sums, float chunk_maximum, float chunk_weight, const float * chunk_sums) const {
+        if (chunk_weight == 0.0f) {
+            return; // it hides all its keys from this row
+        }
+        if (chunk_maximum > maximum) {
+            const float factor = expf(maximum - chunk_maximum);
+            weight = fmaf(weight, factor, chunk_weight);
+            for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
+                v_store(sums + d, v_fma(v_load(sums + d), v_set(factor), v_load(chunk_sums + d)));
+            }
+            maximum = chunk_maximum;
+        } else {
+            const float factor = expf(chunk_maximum - maximum);
+            weight = fmaf(chunk_weight, factor, weight);
+            for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
+                v_store(sums + d, v_fma(v_load(chunk_sums + d), v_set(factor), v_load(sums + d)));
+            }
+        }
+    }
+
+    // The sink takes its share, then the weights are made to sum to 1.
+    void finish(int head, float maximum, float weight, const float * sums, float * out) const {
+        float factor = 1.0f;
+        if (sinks) {
+            const float sink = ((const float *) sinks->data)[head];
+            if (sink > maximum) {
+                factor = expf(maximum - sink);
+                weight = fmaf(weight, factor, 1.0f);
+            } else {
+                weight += expf(sink - maximum);
+            }
+        }
+        const float inverse = weight == 0.0f ? 0.0f : factor/weight;
+        for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
+            // hidden values may turn -0 into 0 or not; added to 0 both are 0
+            v_store(out + d, v_add(v_mul(v_load(sums + d), v_set(inverse)), v_zero()));
         }
     }
 
@@ -571,10 +729,10 @@ struct Attention {
         if (!tile || shape.n_keys - tile->index*TILE < TILE) {
             return Prefetch();
         }
-        const int blocks = (shape.rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
+        const int rows = shape.strip*shape.group, blocks = (rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
         const int turns = TILE/(2*KNAPSPEC_LANES)*(shape.width_k/8);
         const int columns = std::max(1, shape.width_v/(KNAPSPEC_BLOCK*KNAPSPEC_LANES));
-        const int ticks = turns*TURN_TICKS + shape.rows*ROW_TICKS + blocks*(TILE/(KNAPSPEC_BLOCK*KNAPSPEC_LANES)*shape.width_k + columns*TILE);
+        const int ticks = turns*TURN_TICKS + rows*ROW_TICKS + blocks*(TILE/(KNAPSPEC_BLOCK*KNAPSPEC_LANES)*shape.width_k + columns*TILE);
         const int first = tile->index*TILE;
         return Prefetch({ rows_of(k, tile->stream, first, head_kv), k->nb[1], (int) ggml_row_size(k->type, shape.width_k) },
                         { rows_of(v, tile->stream, first, head_kv), v->nb[1], (int) ggml_row_size(v->type, shape.width_v) }, ticks);
@@ -646,9 +804,10 @@ struct Attention {
         }
     }
 
-    void compute_tile(const Tile & tile, int head_kv, const Tile * next, int next_head) {
-        const int stream = tile.stream, first = tile.index*TILE;
-        const uint8_t * state = states(stream, tile.index);
+    // Not inlined, so that all rows meet the same instructions.
+    KNAPSPEC_NOINLINE void compute_tile(const Tile & tile, const Rows & rows, const Tile * next, int next_head) {
+        const int stream = tile.stream, head_kv = rows.head_kv, first = tile.index*TILE;
+        const uint8_t * state = states(stream, tile.index) + rows.token;
         const char * keys   = rows_of(k, stream, first, head_kv);
         const char * values = rows_of(v, stream, first, head_kv);
         size_t stride_k = k->nb[1], stride_v = v->nb[1];
@@ -664,7 +823,7 @@ struct Attention {
         }
 
         // converted once where many blocks of rows read it, otherwise in the multiplication
-        const bool convert_once = shape.rows > 4*BLOCK_ROWS;
+        const bool convert_once = rows.n_tokens*shape.group > 4*BLOCK_ROWS;
         float * keys_f32 = at<float>(mine, layout.keys_f32);
         float * values_f32 = at<float>(mine, layout.values_f32);
         const ggml_fp16_t * keys_f16 = nullptr;
@@ -692,16 +851,15 @@ struct Attention {
             stride_v = sizeof(float)*shape.width_v;
         }
 
-        const size_t p = part(stream, tile.chunk, head_kv);
         float * logits = at<float>(mine, layout.logits);
         // runs of tokens that see something of this tile
-        for (int j0 = 0; j0 < shape.n_tokens; j0++) {
+        for (int j0 = 0; j0 < rows.n_tokens; j0++) {
             if (state[j0] == HIDDEN) {
                 continue;
             }
             int j1 = j0;
             bool partial = false;
-            for (; j1 < shape.n_tokens && state[j1] != HIDDEN; j1++) {
+            for (; j1 < rows.n_tokens && state[j1] != HIDDEN; j1++) {
                 partial |= state[j1] == PARTIAL;
             }
             const bool careful = partial && !(values_are_f16
@@ -710,19 +868,19 @@ struct Attention {
             const int r0 = j0*shape.group, n_rows = (j1 - j0)*shape.group, blocks = (n_rows + BLOCK_ROWS - 1)/BLOCK_ROWS;
             for (int b = 0; b < blocks; b++) {
                 const int row = r0 + n_rows*b/blocks, count = r0 + n_rows*(b + 1)/blocks - row;
-                const float * x = queries(stream, head_kv) + (size_t) row*shape.width_k;
+                const float * x = rows.queries + (size_t) row*shape.width_k;
                 if (keys_f16) {
                     KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, keys_f16, logits, ahead))
                 } else {
                     KNAPSPEC_ROWS(count, weigh<R>(x, shape.width_k, keys_f32, logits, ahead))
                 }
-                float * to = sums(p) + (size_t) row*shape.width_v;
+                float * to = rows.sums + (size_t) row*shape.width_v;
                 for (int r = 0; r < count; r++) {
                     ahead.tick(ROW_TICKS);
                     const int token = (row + r)/shape.group, head = head_kv*shape.group + (row + r)%shape.group;
-                    const ggml_fp16_t * m = state[token] == PARTIAL ? mask_of_tile(stream, token, first, n) : nullptr;
+                    const ggml_fp16_t * m = state[token] == PARTIAL ? mask_of_tile(stream, rows.token + token, first, n) : nullptr;
                     soften(logits + r*TILE, m, at<float>(base, layout.slopes)[head],
-                           maxima(p)[row + r], weights(p)[row + r], to + r*shape.width_v);
+                           rows.maxima[row + r], rows.weights[row + r], to + r*shape.width_v);
                     if (careful && m) {
                         if (values_are_f16) {
                             add_seen_values<ggml_fp16_t>(logits + r*TILE, m, values, stride_v, to + r*shape.width_v, shape.width_v);
@@ -740,45 +898,6 @@ struct Attention {
             j0 = j1;
         }
     }
-
-    // This thread's share of the rows: chunks put together in their order, then the sink.
-    void merge(const int * live) const {
-        const int n_rows = shape.n_streams*shape.n_heads*shape.n_tokens;
-        for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
-            const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
-            const int token = row/shape.group, head = head_kv*shape.group + row%shape.group;
-            float * out = (float *) ((char *) op->data + token*op->nb[2] + head*op->nb[1] + stream*op->nb[3]);
-
-            float maximum = sinks ? ((const float *) sinks->data)[head] : -INFINITY;
-            for (int chunk = 0; chunk < shape.n_chunks; chunk++) {
-                if (live[stream*shape.n_chunks + chunk]) {
-                    maximum = std::max(maximum, maxima(part(stream, chunk, head_kv))[row]);
-                }
-            }
-            std::fill_n(out, shape.width_v, 0.0f);
-            float weight = 0.0f;
-            for (int chunk = 0; chunk < shape.n_chunks; chunk++) {
-                const size_t p = part(stream, chunk, head_kv);
-                if (!live[stream*shape.n_chunks + chunk] || weights(p)[row] == 0.0f) {
-                    continue;
-                }
-                const float factor = expf(maxima(p)[row] - maximum);
-                const float * from = sums(p) + (size_t) row*shape.width_v;
-                weight += factor*weights(p)[row];
-                for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
-                    v_store(out + d, v_fma(v_set(factor), v_load(from + d), v_load(out + d)));
-                }
-            }
-            if (sinks) {
-                weight += expf(((const float *) sinks->data)[head] - maximum);
-            }
-            const vf inverse = v_set(weight == 0.0f ? 0.0f : 1.0f/weight);
-            for (int d = 0; d < shape.width_v; d += KNAPSPEC_LANES) {
-                // hidden values may turn -0 into 0 or not; added to 0 both are 0
-                v_store(out + d, v_add(v_mul(v_load(out + d), inverse), v_zero()));
-            }
-        }
-    }
 };
 
 bool is_served_type(ggml_type type) {
@@ -794,9 +913,6 @@ const char * knapspec_attention_declines(const struct ggml_tensor * op) {
     const ggml_tensor * k = op->src[1];
     const ggml_tensor * v = op->src[2];
     const ggml_tensor * mask = op->src[3];
-    if (q->ne[1] > MAX_TOKENS) {
-        return "more query rows than pay";
-    }
     if (q->type != GGML_TYPE_F32 || !is_served_type(k->type) || !is_served_type(v->type)) {
         return "a type other than F16 and Q8_0";
     }

@@ -1,4 +1,4 @@
-// Flash attention for few query rows: what verification of a draft and one-token decoding compute.
+// Flash attention, made for few query rows: what verification of a draft and one-token decoding compute.
 //
 // The keys are cut into chunks at fixed cells of the cache, each chunk into tiles. A tile of keys and values is read once
 // for all query heads that share it and for all tokens of the batch. A row's sums run over d, over the keys of a tile, over

@@ -9,10 +9,12 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define KNAPSPEC_INLINE inline __attribute__((always_inline))
+#define KNAPSPEC_NOINLINE __attribute__((noinline))
 #define KNAPSPEC_UNROLL _Pragma("GCC unroll 8")
 #define KNAPSPEC_PREFETCH(p) __builtin_prefetch((p), 0, 2)
 #else
 #define KNAPSPEC_INLINE __forceinline
+#define KNAPSPEC_NOINLINE __declspec(noinline)
 #define KNAPSPEC_UNROLL
 #define KNAPSPEC_PREFETCH(p) _mm_prefetch((const char *) (p), _MM_HINT_T1)
 #endif
