@@ -2,7 +2,7 @@
 
 #define GGML_COMMON_DECL_CPP
 #include "ggml-common.h"
-#include "knapspec-simd.h"
+#include "knapspec-attention-simd.h"
 
 #include <math.h>
 #include <string.h>
@@ -182,9 +182,6 @@ struct Prefetch {
         : rows(keys), after(values), left(TILE), rate(256*2*TILE/ticks + 1) {}
 
     KNAPSPEC_INLINE void tick(int n) {
-#ifdef NOPF
-        (void) n; return;
-#endif
         due += n*rate;
         while (due >= 256) {
             due -= 256;

@@ -10,7 +10,11 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define KNAPSPEC_INLINE inline __attribute__((always_inline))
 #define KNAPSPEC_NOINLINE __attribute__((noinline))
+#if defined(__clang__)
+#define KNAPSPEC_UNROLL _Pragma("unroll")
+#else
 #define KNAPSPEC_UNROLL _Pragma("GCC unroll 8")
+#endif
 #define KNAPSPEC_PREFETCH(p) __builtin_prefetch((p), 0, 2)
 #else
 #define KNAPSPEC_INLINE __forceinline
