@@ -1,5 +1,7 @@
 #include "knapspec-cpu.h"
 
+#include "knapspec-matmul.h"
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -32,6 +34,8 @@ bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, str
         return false;
     }
     switch (op->op) {
+        case GGML_OP_MUL_MAT:
+            return knapspec::mul_mat(params, op);
         default:
             return false;
     }
@@ -40,6 +44,8 @@ bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, str
 size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op) {
     GGML_UNUSED(n_threads);
     switch (op->op) {
+        case GGML_OP_MUL_MAT:
+            return knapspec::mul_mat_work_size(op);
         default:
             return 0;
     }
