@@ -58,6 +58,9 @@ void * knapspec_cpu_proc_address(const char * name) {
     if (strcmp(name, "knapspec_cpu_get_enabled") == 0) {
         return (void *) get_enabled;
     }
+    if (strcmp(name, "knapspec_cpu_covers") == 0) {
+        return (void *) knapspec::covers_weight;
+    }
     return nullptr;
 }
 

@@ -22,6 +22,7 @@ size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op);
 // What ggml_backend_reg_get_proc_address finds, also in a variant that was loaded at run time:
 //   void knapspec_cpu_set_enabled(bool)    not while a graph is being computed
 //   bool knapspec_cpu_get_enabled(void)
+//   bool knapspec_cpu_covers(const struct ggml_tensor * weight)    see covers_weight in knapspec-matmul.h
 void * knapspec_cpu_proc_address(const char * name);
 
 #ifdef __cplusplus
