@@ -9,11 +9,16 @@
 namespace {
 
 // KNAPSPEC_EDGE_KERNELS=0 starts with upstream's kernels
-std::atomic<bool> & enabled() {
-    static std::atomic<bool> value = [] {
+bool initially_enabled() {
+    static const bool value = [] {
         const char * setting = getenv("KNAPSPEC_EDGE_KERNELS");
         return !setting || strcmp(setting, "0") != 0;
     }();
+    return value;
+}
+
+std::atomic<bool> & enabled() {
+    static std::atomic<bool> value{initially_enabled()};
     return value;
 }
 
@@ -49,6 +54,11 @@ size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op) {
         default:
             return 0;
     }
+}
+
+bool knapspec_cpu_keeps_plain(const struct ggml_tensor * weight) {
+    // upstream asks again for weights that it has packed, so the answer may never change
+    return initially_enabled() && knapspec::prefers_plain_rows(weight);
 }
 
 void * knapspec_cpu_proc_address(const char * name) {

@@ -9,6 +9,7 @@
 #include "simd-mappings.h"
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 
 namespace knapspec {
@@ -17,18 +18,25 @@ namespace knapspec {
 
 namespace {
 
-// Columns are computed in panels, which read a tile of weights from the cache again: more accumulators than this do not
-// fit into registers.
+// Columns are computed in panels of about equal size, which read a tile of weights from the cache again: more accumulators
+// than this do not fit into registers.
 constexpr int panel_columns = 8;
 
 struct panels {
     int n;     // columns
-    int first; // columns of the first panel; the second has the rest
+    int count;
+    int small; // columns of the later panels
+    int n_big; // the first panels have one more
 
-    explicit panels(int n) : n(n), first(n <= panel_columns ? n : (n + 1)/2) {}
+    explicit panels(int n) :
+        n(n), count((n + panel_columns - 1)/panel_columns), small(n/count), n_big(n % count) {}
 
-    int n_panels() const { return first < n ? 2 : 1; }
-    int size(int panel) const { return panel ? n - first : first; }
+    int size (int panel)  const { return small + (panel < n_big); }
+    int first(int panel)  const { return panel*small + std::min(panel, n_big); }
+    int of   (int column) const {
+        const int in_big = n_big*(small + 1);
+        return column < in_big ? column/(small + 1) : n_big + (column - in_big)/small;
+    }
 };
 
 // ---- activations, quantised by ggml and laid out for the kernels: per block those of all columns of a panel
@@ -283,6 +291,19 @@ weight_format format_of(ggml_type type, layout where) {
     return {};
 }
 
+// Beyond max_columns, where that is faster than upstream: its AMX tiles, and with AVX-512 its tiled K-quants, are faster yet
+// on many columns.
+int64_t most_columns(const ggml_tensor * w) {
+    if (layout_of(w) == layout::plain) {
+        switch (family_of(w->type)) {
+            case family::blocks_32:  return INT_MAX;
+            case family::blocks_256: return KNAPSPEC_SIMD == 512 ? 32 : INT_MAX;
+            default:                 break;
+        }
+    }
+    return max_columns;
+}
+
 bool covers_product(const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0], * x = op->src[1];
     return op->op == GGML_OP_MUL_MAT
@@ -290,8 +311,8 @@ bool covers_product(const ggml_tensor * op) {
         && ggml_get_op_params_i32(op, 1) != GGML_HINT_SRC0_IS_HADAMARD
         && x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float)
         && op->type == GGML_TYPE_F32 && op->nb[0] == sizeof(float)
-        && ggml_nrows(x) <= max_columns
-        && covers_weight(w);
+        && covers_weight(w)
+        && ggml_nrows(x) <= most_columns(w);
 }
 
 size_t aligned(size_t n) { return (n + 63) & ~(size_t) 63; }
@@ -315,8 +336,11 @@ struct activations {
         return kind == family::blocks_32 ? block_32_bytes(n) : kind == family::blocks_256 ? block_256_bytes(n) : n*n_lanes*sizeof(float);
     }
     int64_t float_stride() const { return n_blocks*n_lanes; }
-    size_t panel_offset(int panel) const { return panel ? aligned(n_blocks*block_bytes(columns.first)) : 0; }
-    size_t bytes() const { return panel_offset(1) + aligned(n_blocks*block_bytes(columns.n - columns.first)) + 64; }
+    size_t panel_offset(int panel) const {
+        const int big = std::min(panel, columns.n_big);
+        return big*aligned(n_blocks*block_bytes(columns.small + 1)) + (panel - big)*aligned(n_blocks*block_bytes(columns.small));
+    }
+    size_t bytes() const { return panel_offset(columns.count) + 64; }
 };
 
 float * column_of(const ggml_tensor * x, int64_t c) {
@@ -330,8 +354,8 @@ void place_blocks(const activations & a, const ggml_tensor * op, const weight_fo
     const auto      from_float = ggml_get_type_traits_cpu(type)->from_float;
     const float   * x          = column_of(op->src[1], c);
 
-    const int panel = c >= a.columns.first, n = a.columns.size(panel);
-    c -= panel ? a.columns.first : 0;
+    const int panel = a.columns.of(c), n = a.columns.size(panel);
+    c -= a.columns.first(panel);
     uint8_t * out = base + a.panel_offset(panel) + from*a.block_bytes(n);
 
     constexpr int run = 16; // blocks quantised at once
@@ -378,22 +402,22 @@ void place_blocks(const activations & a, const ggml_tensor * op, const weight_fo
 void place_floats(const activations & a, const ggml_tensor * op, int c, uint8_t * base) {
     const int64_t n      = op->src[0]->ne[0];
     const int64_t padded = a.float_stride();
-    const int     panel  = c >= a.columns.first;
-    float * out = (float *) (base + a.panel_offset(panel)) + (c - (panel ? a.columns.first : 0))*padded;
+    const int     panel  = a.columns.of(c);
+    float * out = (float *) (base + a.panel_offset(panel)) + (c - a.columns.first(panel))*padded;
     memcpy(out, column_of(op->src[1], c), n*sizeof(float));
     std::fill(out + n, out + padded, 0.0f);
 }
 
 void float_products(const activations & a, const ggml_tensor * op, const uint8_t * x, int64_t from, int64_t to) {
     const ggml_tensor * w = op->src[0];
-    for (int panel = 0; panel < a.columns.n_panels(); panel++) {
+    for (int panel = 0; panel < a.columns.count; panel++) {
         const int n = a.columns.size(panel);
         const float_kernel k = w->type == GGML_TYPE_F16 ? float_kernel_for<load_f16>(n) : float_kernel_for<load_bf16>(n);
         float * y[panel_columns];
         for (int64_t row = from; row < to;) {
             const bool fits = row + k.n_rows <= to;
             for (int c = 0; c < n; c++) {
-                y[c] = column_of(op, (panel ? a.columns.first : 0) + c) + row;
+                y[c] = column_of(op, a.columns.first(panel) + c) + row;
             }
             (fits ? k.several : k.one)((const uint8_t *) w->data + row*w->nb[1], w->nb[1], w->ne[0],
                 (const float *) (x + a.panel_offset(panel)), a.float_stride(), y);
@@ -417,6 +441,10 @@ bool covers_weight(const ggml_tensor * w) {
             return format_of(w->type, where).kernel_of && w->ne[1] >= n_lanes
                 && (where == layout::plain || w->ne[1] % (2*n_lanes) == 0);
     }
+}
+
+bool prefers_plain_rows(const ggml_tensor * w) {
+    return (w->type == GGML_TYPE_Q4_0 || w->type == GGML_TYPE_Q4_K) && w->ne[2] == 1 && w->ne[3] == 1;
 }
 
 size_t mul_mat_work_size(const ggml_tensor * op) {
@@ -462,14 +490,11 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
             const int64_t row = t*n_lanes, some = std::min<int64_t>(n_lanes, n_rows - row);
             // the last tile of plain rows may begin early, and then leaves out what the one before computed
             const int64_t skip = n_lanes - some;
-            int at_once = most_tiles;
-            for (int panel = 0; panel < a.columns.n_panels(); panel++) {
-                at_once = std::min(at_once, f.kernel_of(a.columns.size(panel)).n_tiles);
-            }
+            int at_once = std::min(f.kernel_of(a.columns.size(0)).n_tiles, f.kernel_of(a.columns.small).n_tiles);
             at_once = t + at_once <= end ? at_once : 1;
-            for (int panel = 0; panel < a.columns.n_panels(); panel++) {
+            for (int panel = 0; panel < a.columns.count; panel++) {
                 const int       n = a.columns.size(panel);
-                const int64_t   c = panel ? a.columns.first : 0;
+                const int64_t   c = a.columns.first(panel);
                 const uint8_t * u = x + a.panel_offset(panel);
                 float y[most_tiles*panel_columns*n_lanes];
 
@@ -491,6 +516,7 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
 #else
 
 bool covers_weight(const ggml_tensor *) { return false; }
+bool prefers_plain_rows(const ggml_tensor *) { return false; }
 size_t mul_mat_work_size(const ggml_tensor *) { return 0; }
 bool mul_mat(const ggml_compute_params *, ggml_tensor *) { return false; }
 
