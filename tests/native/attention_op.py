@@ -74,14 +74,20 @@ def ggml() -> Any:
     return found
 
 
+def _of_backend(name: bytes, result: Any, argument: Any) -> Any:
+    g = ggml()
+    address = g.ggml_backend_reg_get_proc_address(g.ggml_backend_cpu_reg(), name)
+    return ctypes.CFUNCTYPE(result, argument)(address)
+
+
 @cache
 def switch() -> Any:
-    """void knapspec_cpu_set_enabled(bool)"""
-    g = ggml()
-    address = g.ggml_backend_reg_get_proc_address(
-        g.ggml_backend_cpu_reg(), b"knapspec_cpu_set_enabled"
-    )
-    return ctypes.CFUNCTYPE(None, ctypes.c_bool)(address)
+    return _of_backend(b"knapspec_cpu_set_enabled", None, ctypes.c_bool)
+
+
+@cache
+def _declines() -> Any:
+    return _of_backend(b"knapspec_cpu_declines_attention", ctypes.c_char_p, ctypes.c_void_p)
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,11 @@ class Operation:
             assert g.ggml_graph_compute(self.graph, plan) == 0
         finally:
             switch()(True)
+
+    def declined(self) -> str | None:
+        """Why upstream's code computes it, or None."""
+        reason = _declines()(self._out)
+        return None if reason is None else reason.decode()
 
     def result(self) -> NDArray[np.float32]:
         """(streams, tokens, heads, width)"""

@@ -286,7 +286,16 @@ def test_closer_to_the_truth_than_upstream() -> None:
 
 
 def test_what_is_left_to_upstream() -> None:
-    assert not differs_from_upstream(example(17, width=72, cells=256))
+    odd = example(17, width=72, cells=256)
+    assert not differs_from_upstream(odd)
+    for a, reason in (
+        (odd, "head width"),
+        (example(17, width=640, cells=64), "head width"),
+        (replace(odd, k=odd.k[..., :64], v=odd.v[..., :64], q=odd.q[..., :64]), None),
+    ):
+        operation = Operation(a)
+        assert operation.declined() == reason
+        operation.close()
     few = example(18, tokens=4, cells=256)
     np.testing.assert_array_equal(
         compute(few, reference=True), compute(few, reference=True, kernels=False)

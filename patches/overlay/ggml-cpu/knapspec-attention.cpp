@@ -903,9 +903,9 @@ bool is_served_type(ggml_type type) {
 
 } // namespace
 
-extern "C" {
+namespace knapspec {
 
-const char * knapspec_attention_declines(const struct ggml_tensor * op) {
+const char * attention_declines(const ggml_tensor * op) {
     const ggml_tensor * q = op->src[0];
     const ggml_tensor * k = op->src[1];
     const ggml_tensor * v = op->src[2];
@@ -930,36 +930,36 @@ const char * knapspec_attention_declines(const struct ggml_tensor * op) {
     return nullptr;
 }
 
-size_t knapspec_attention_work_size(int n_threads, const struct ggml_tensor * op) {
-    return Layout(Shape(op), op, n_threads).total;
+size_t attention_work_size(int n_threads, const ggml_tensor * op) {
+    return attention_declines(op) ? 0 : Layout(Shape(op), op, n_threads).total;
 }
 
-void knapspec_attention(const struct ggml_compute_params * params, struct ggml_tensor * op) {
+bool attention(const ggml_compute_params * params, ggml_tensor * op) {
+    if (attention_declines(op)) {
+        return false;
+    }
     Attention(params, op).compute();
+    return true;
 }
 
-} // extern "C"
+} // namespace knapspec
 
 #else
 
-extern "C" {
+namespace knapspec {
 
-const char * knapspec_attention_declines(const struct ggml_tensor * op) {
-    GGML_UNUSED(op);
-    return "no vector unit with a kernel of ours";
+const char * attention_declines(const ggml_tensor *) {
+    return "no kernel for these instructions";
 }
 
-size_t knapspec_attention_work_size(int n_threads, const struct ggml_tensor * op) {
-    GGML_UNUSED(n_threads);
-    GGML_UNUSED(op);
+size_t attention_work_size(int, const ggml_tensor *) {
     return 0;
 }
 
-void knapspec_attention(const struct ggml_compute_params * params, struct ggml_tensor * op) {
-    GGML_UNUSED(params);
-    GGML_UNUSED(op);
+bool attention(const ggml_compute_params *, ggml_tensor *) {
+    return false;
 }
 
-} // extern "C"
+} // namespace knapspec
 
 #endif

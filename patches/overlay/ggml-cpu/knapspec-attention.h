@@ -8,19 +8,15 @@
 
 #include "ggml-cpu-impl.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+namespace knapspec {
 
-// Null: knapspec_attention computes this GGML_OP_FLASH_ATTN_EXT. Otherwise why upstream's code has to, in a few words.
-const char * knapspec_attention_declines(const struct ggml_tensor * op);
+// Null: attention computes this GGML_OP_FLASH_ATTN_EXT. Otherwise why upstream's code has to, in a few words.
+const char * attention_declines(const ggml_tensor * op);
 
-// Bytes of the shared work buffer for an operation that is not declined.
-size_t knapspec_attention_work_size(int n_threads, const struct ggml_tensor * op);
+// Bytes of the shared work buffer; 0 for an operation that is declined.
+size_t attention_work_size(int n_threads, const ggml_tensor * op);
 
-// Called by every thread for an operation that is not declined.
-void knapspec_attention(const struct ggml_compute_params * params, struct ggml_tensor * op);
+// Called by every thread. False: declined, nothing was done.
+bool attention(const ggml_compute_params * params, ggml_tensor * op);
 
-#ifdef __cplusplus
-}
-#endif
+} // namespace knapspec

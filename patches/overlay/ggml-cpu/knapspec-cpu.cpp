@@ -1,6 +1,7 @@
 #include "knapspec-cpu.h"
 
 #include "knapspec-attention.h"
+#include "knapspec-matmul.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -9,11 +10,16 @@
 namespace {
 
 // KNAPSPEC_EDGE_KERNELS=0 starts with upstream's kernels
-std::atomic<bool> & enabled() {
-    static std::atomic<bool> value = [] {
+bool initially_enabled() {
+    static const bool value = [] {
         const char * setting = getenv("KNAPSPEC_EDGE_KERNELS");
         return !setting || strcmp(setting, "0") != 0;
     }();
+    return value;
+}
+
+std::atomic<bool> & enabled() {
+    static std::atomic<bool> value{initially_enabled()};
     return value;
 }
 
@@ -34,12 +40,10 @@ bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, str
         return false;
     }
     switch (op->op) {
+        case GGML_OP_MUL_MAT:
+            return knapspec::mul_mat(params, op);
         case GGML_OP_FLASH_ATTN_EXT:
-            if (knapspec_attention_declines(op)) {
-                return false;
-            }
-            knapspec_attention(params, op);
-            return true;
+            return knapspec::attention(params, op);
         default:
             return false;
     }
@@ -47,11 +51,18 @@ bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, str
 
 size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op) {
     switch (op->op) {
+        case GGML_OP_MUL_MAT:
+            return knapspec::mul_mat_work_size(op);
         case GGML_OP_FLASH_ATTN_EXT:
-            return knapspec_attention_declines(op) ? 0 : knapspec_attention_work_size(n_threads, op);
+            return knapspec::attention_work_size(n_threads, op);
         default:
             return 0;
     }
+}
+
+bool knapspec_cpu_keeps_plain(const struct ggml_tensor * weight) {
+    // upstream asks again for weights that it has packed, so the answer may never change
+    return initially_enabled() && knapspec::prefers_plain_rows(weight);
 }
 
 void * knapspec_cpu_proc_address(const char * name) {
@@ -60,6 +71,12 @@ void * knapspec_cpu_proc_address(const char * name) {
     }
     if (strcmp(name, "knapspec_cpu_get_enabled") == 0) {
         return (void *) get_enabled;
+    }
+    if (strcmp(name, "knapspec_cpu_covers") == 0) {
+        return (void *) knapspec::covers_weight;
+    }
+    if (strcmp(name, "knapspec_cpu_declines_attention") == 0) {
+        return (void *) knapspec::attention_declines;
     }
     return nullptr;
 }

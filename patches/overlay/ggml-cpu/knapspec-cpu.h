@@ -19,9 +19,14 @@ bool knapspec_cpu_compute_forward(const struct ggml_compute_params * params, str
 // graph planned with it off may be computed with it on.
 size_t knapspec_cpu_work_size(int n_threads, const struct ggml_tensor * op);
 
+// Whether a weight is to stay as it is in the file although upstream would pack it, because our kernels are faster on that.
+// The switch has no say but for its initial state: a weight's layout is decided once.
+bool knapspec_cpu_keeps_plain(const struct ggml_tensor * weight);
+
 // What ggml_backend_reg_get_proc_address finds, also in a variant that was loaded at run time:
 //   void knapspec_cpu_set_enabled(bool)    not while a graph is being computed
 //   bool knapspec_cpu_get_enabled(void)
+//   bool knapspec_cpu_covers(const struct ggml_tensor * weight)    see covers_weight in knapspec-matmul.h
 void * knapspec_cpu_proc_address(const char * name);
 
 #ifdef __cplusplus
