@@ -910,6 +910,9 @@ const char * attention_declines(const ggml_tensor * op) {
     const ggml_tensor * k = op->src[1];
     const ggml_tensor * v = op->src[2];
     const ggml_tensor * mask = op->src[3];
+    if (ggml_is_empty(q) || ggml_is_empty(k) || ggml_is_empty(v)) {
+        return "nothing to compute";
+    }
     if (q->type != GGML_TYPE_F32 || !is_served_type(k->type) || !is_served_type(v->type)) {
         return "a type other than F16 and Q8_0";
     }
