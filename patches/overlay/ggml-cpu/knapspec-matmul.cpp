@@ -312,6 +312,7 @@ bool covers_product(const ggml_tensor * op) {
         && x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float)
         && op->type == GGML_TYPE_F32 && op->nb[0] == sizeof(float)
         && covers_weight(w)
+        && ggml_nrows(x) > 0 // none of a prompt's slices but the last asks for logits
         && ggml_nrows(x) <= most_columns(w);
 }
 
