@@ -21,6 +21,9 @@ namespace {
 constexpr int TILE       = 64;  // keys that are read, weighed and summed together
 constexpr int BLOCK_ROWS = 6;   // query rows of a register block
 constexpr int FEW_TOKENS = 16;  // up to here threads share the keys of a row, beyond each takes rows of its own
+// So little work that two barriers would cost more than they save: tiles, and tiles times rows (and what reading a tile
+// costs in rows) times widths.
+constexpr int ALONE_TILES = 16, TILE_ROWS = 8, ALONE_WORK = 256*128;
 constexpr int STRIP_ROWS = 96;  // query rows that a thread takes at a time then
 constexpr int MAX_WIDTH  = 576; // of a head; bounds the scratch of a thread
 constexpr ggml_fp16_t MASKED = 0xFC00; // -inf
@@ -94,6 +97,7 @@ struct Shape {
     }
 
     bool is_few() const { return n_tokens <= FEW_TOKENS; }
+    bool may_be_alone() const { return is_few() && n_streams*n_tiles <= ALONE_TILES; }
 };
 
 // Query rows of one head of keys, one token after the other, and what is known of them so far.
@@ -107,7 +111,6 @@ struct Rows {
 
 // The work buffer, in bytes from its first aligned address.
 struct Layout {
-    size_t slopes; // [head] what ALiBi multiplies the mask with
     size_t states; // [stream][tile][token] TileState
 
     // of few tokens: see Rows
@@ -116,8 +119,10 @@ struct Layout {
 
     // one per thread
     size_t threads, per_thread;
+    size_t slopes;      // [head] what ALiBi multiplies the mask with
+    size_t own_states;  // as states
     size_t keys, keys_f32, values_f32, tail_k, tail_v, tail_mask, logits, live, items, tiles;
-    size_t strip_queries, chunk_sums, chunk_maxima, chunk_weights, strip_sums, strip_maxima, strip_weights; // of many tokens
+    size_t strip_queries, chunk_sums, chunk_maxima, chunk_weights, strip_sums, strip_maxima, strip_weights;
 
     size_t total;
     size_t padded_rows; // so that threads write to lines of their own
@@ -129,7 +134,6 @@ struct Layout {
         padded_rows = align(s.rows*sizeof(float))/sizeof(float);
         const size_t few = s.is_few(), n_rows = (size_t) s.n_streams*s.n_heads_kv*s.rows;
         const size_t n_parts = few*s.n_streams*s.n_chunks*s.n_heads_kv;
-        slopes  = floats(s.n_heads);
         states  = take((size_t) s.n_streams*s.n_tiles*s.n_tokens);
         queries = floats(few*n_rows*s.width_k);
         sums    = floats(n_parts*s.rows*s.width_v);
@@ -137,6 +141,8 @@ struct Layout {
         weights = floats(n_parts*padded_rows);
         threads = at;
         at = 0;
+        slopes     = floats(s.n_heads);
+        own_states = take(s.may_be_alone() ? (size_t) s.n_streams*s.n_tiles*s.n_tokens : 0);
         keys       = take(sizeof(ggml_fp16_t)*s.width_k*TILE);
         keys_f32   = floats((size_t) s.width_k*TILE);
         values_f32 = floats((size_t) s.width_v*TILE);
@@ -147,7 +153,7 @@ struct Layout {
         live       = take(sizeof(int)*s.n_streams*s.n_chunks);
         items      = take(sizeof(int)*(s.n_streams*s.n_chunks + 1));
         tiles      = take(sizeof(Tile)*s.n_streams*s.n_tiles);
-        const size_t strip = few ? 0 : (size_t) s.strip*s.group;
+        const size_t strip = few && !s.may_be_alone() ? 0 : (size_t) s.strip*s.group;
         strip_queries = floats(strip*s.width_k);
         strip_sums    = floats(strip*s.width_v);
         strip_maxima  = floats(strip);
@@ -407,6 +413,7 @@ struct Attention {
     ggml_threadpool * threadpool;
     char * base;
     char * mine;
+    uint8_t * table; // of tile states
     float scale, max_bias, softcap;
 
     Attention(const ggml_compute_params * params, const ggml_tensor * op)
@@ -415,6 +422,7 @@ struct Attention {
         GGML_ASSERT(params->wsize >= layout.total);
         base = (char *) align((size_t) params->wdata);
         mine = base + layout.threads + ith*layout.per_thread;
+        table = at<uint8_t>(base, layout.states);
         memcpy(&scale,    op->op_params + 0, sizeof(float));
         memcpy(&max_bias, op->op_params + 1, sizeof(float));
         memcpy(&softcap,  op->op_params + 2, sizeof(float));
@@ -438,7 +446,7 @@ struct Attention {
     }
 
     const uint8_t * states(int stream, int tile) const {
-        return at<uint8_t>(base, layout.states) + ((size_t) stream*shape.n_tiles + tile)*shape.n_tokens;
+        return table + ((size_t) stream*shape.n_tiles + tile)*shape.n_tokens;
     }
 
     // Whether none of these tokens sees a key of the tile.
@@ -476,11 +484,22 @@ struct Attention {
 
     // This thread's share of what all of them read afterwards: masks looked through, queries gathered.
     void prepare() {
-        const int n_tiles = shape.n_streams*shape.n_tiles;
-        for (int i = (int64_t) n_tiles*ith/nth; i < (int64_t) n_tiles*(ith + 1)/nth; i++) {
+        const int64_t n_tiles = shape.n_streams*shape.n_tiles;
+        look_through_masks(n_tiles*ith/nth, n_tiles*(ith + 1)/nth);
+        const int n_rows = shape.is_few() ? shape.n_streams*shape.n_heads_kv*shape.rows : 0;
+        for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
+            const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
+            take_query(stream, row/shape.group, head_kv*shape.group + row%shape.group,
+                       at<float>(base, layout.queries) + (size_t) i*shape.width_k);
+        }
+    }
+
+    // Tiles first..last - 1, counted over all streams.
+    void look_through_masks(int first_tile, int last_tile) {
+        for (int i = first_tile; i < last_tile; i++) {
             const int stream = i/shape.n_tiles, tile = i%shape.n_tiles;
             const int first = tile*TILE, n = std::min(TILE, shape.n_keys - first);
-            uint8_t * state = at<uint8_t>(base, layout.states) + (size_t) i*shape.n_tokens;
+            uint8_t * state = table + (size_t) i*shape.n_tokens;
             for (int j = 0; j < shape.n_tokens; j++) {
                 if (!mask) {
                     state[j] = n < TILE ? PARTIAL : OPEN;
@@ -494,15 +513,6 @@ struct Attention {
                 }
                 state[j] = hidden == n ? HIDDEN : (bits & 0x7FFF) || n < TILE ? PARTIAL : OPEN;
             }
-        }
-        for (int head = shape.n_heads*ith/nth; head < shape.n_heads*(ith + 1)/nth; head++) {
-            at<float>(base, layout.slopes)[head] = slope(head);
-        }
-        const int n_rows = shape.is_few() ? shape.n_streams*shape.n_heads_kv*shape.rows : 0;
-        for (int i = (int64_t) n_rows*ith/nth; i < (int64_t) n_rows*(ith + 1)/nth; i++) {
-            const int row = i%shape.rows, head_kv = i/shape.rows%shape.n_heads_kv, stream = i/shape.rows/shape.n_heads_kv;
-            take_query(stream, row/shape.group, head_kv*shape.group + row%shape.group,
-                       at<float>(base, layout.queries) + (size_t) i*shape.width_k);
         }
     }
 
@@ -536,6 +546,12 @@ struct Attention {
     }
 
     void compute() {
+        for (int head = 0; head < shape.n_heads; head++) {
+            at<float>(mine, layout.slopes)[head] = slope(head);
+        }
+        if (shape.may_be_alone() && compute_alone()) {
+            return;
+        }
         if (ith == 0) {
             ggml_threadpool_chunk_set(threadpool, nth);
         }
@@ -550,6 +566,30 @@ struct Attention {
 
     int next_item(int item) const {
         return ggml_is_numa() ? item + nth : ggml_threadpool_chunk_add(threadpool, 1);
+    }
+
+    // Little work: each thread finds out by itself which rows are its own, and no one waits. False: it is too much.
+    bool compute_alone() {
+        uint8_t * shared = table;
+        table = at<uint8_t>(mine, layout.own_states);
+        const int n_tiles = shape.n_streams*shape.n_tiles;
+        look_through_masks(0, n_tiles);
+        int n_live = 0;
+        for (int i = 0; i < n_tiles; i++) {
+            n_live += !is_hidden(i/shape.n_tiles, i%shape.n_tiles, 0, shape.n_tokens);
+        }
+        const int n_heads = shape.n_streams*shape.n_heads_kv;
+        const int parts = std::min(shape.n_tokens, (2*nth + n_heads - 1)/n_heads), n_items = n_heads*parts;
+        const int64_t work = (int64_t) n_live*(shape.rows + TILE_ROWS)*(shape.width_k + shape.width_v);
+        if (work*nth > (int64_t) ALONE_WORK*std::min(nth, n_items)) {
+            table = shared;
+            return false;
+        }
+        for (int item = ith; item < n_items; item += nth) {
+            const int head = item/parts, token = shape.n_tokens*(item%parts)/parts;
+            compute_strip(head/shape.n_heads_kv, head%shape.n_heads_kv, token, shape.n_tokens*(item%parts + 1)/parts - token);
+        }
+        return true;
     }
 
     // Threads share the keys; each chunk has sums of its own, which are put together at the end.
@@ -876,7 +916,7 @@ struct Attention {
                     ahead.tick(ROW_TICKS);
                     const int token = (row + r)/shape.group, head = head_kv*shape.group + (row + r)%shape.group;
                     const ggml_fp16_t * m = state[token] == PARTIAL ? mask_of_tile(stream, rows.token + token, first, n) : nullptr;
-                    soften(logits + r*TILE, m, at<float>(base, layout.slopes)[head],
+                    soften(logits + r*TILE, m, at<float>(mine, layout.slopes)[head],
                            rows.maxima[row + r], rows.weights[row + r], to + r*shape.width_v);
                     if (careful && m) {
                         if (values_are_f16) {
