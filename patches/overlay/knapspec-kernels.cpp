@@ -1,7 +1,12 @@
-// The switch of our CPU kernels (overlay/ggml-cpu), reached through the registry because the CPU backend may be a module.
+// What the library knows of our CPU kernels (overlay/ggml-cpu), reached through the registry because the CPU backend may be a module.
+#include "knapspec-kernels.h"
+
 #include "knapspec.h"
 
 #include "ggml-backend.h"
+#include "ggml-impl.h"
+
+#include <algorithm>
 
 namespace {
 
@@ -14,7 +19,28 @@ void * cpu_function(const char * name) {
     return nullptr;
 }
 
+bool is_weight(const ggml_tensor * t) {
+    return t->op == GGML_OP_NONE && t->buffer && ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
 } // namespace
+
+std::vector<std::string> knapspec_uncovered_weights(const ggml_cgraph * graph) {
+    std::vector<std::string> names;
+    const auto covers = (bool (*)(const ggml_tensor *)) cpu_function("knapspec_cpu_covers");
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        if ((node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) || !is_weight(node->src[0])) {
+            continue;
+        }
+        if (node->op == GGML_OP_MUL_MAT_ID || !covers || !covers(node->src[0])) {
+            names.push_back(node->src[0]->name);
+        }
+    }
+    std::sort(names.begin(), names.end());
+    names.erase(std::unique(names.begin(), names.end()), names.end());
+    return names;
+}
 
 extern "C" {
 

@@ -48,6 +48,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "ggml_backend_reg_by_name": (_p, [ctypes.c_char_p]),
     "ggml_backend_reg_dev_get": (_p, [_p, _size]),
     "ggml_backend_reg_get_proc_address": (_p, [_p, ctypes.c_char_p]),
+    "ggml_backend_dev_supports_op": (ctypes.c_bool, [_p, _p]),
     "ggml_backend_dev_init": (_p, [_p, _p]),
     "ggml_backend_dev_buffer_type": (_p, [_p]),
     "ggml_backend_buft_name": (ctypes.c_char_p, [_p]),
@@ -70,14 +71,25 @@ class _Parameters(ctypes.Structure):
 class Weights:
     """A quantised matrix in one of the CPU's buffer types."""
 
-    def __init__(self, cpu: Cpu, type_name: str, blocks: np.ndarray, columns: int, buffer: str):
-        self.cpu, self.rows, self.columns = cpu, blocks.shape[0], columns
+    def __init__(
+        self,
+        cpu: Cpu,
+        type_name: str,
+        blocks: np.ndarray | None,
+        columns: int,
+        buffer: str,
+        rows: int = 0,
+    ) -> None:
+        """`blocks` as Cpu.quantize returns them; None for `rows` rows that are never read."""
+        self.cpu, self.rows, self.columns = cpu, rows if blocks is None else len(blocks), columns
         self.context = cpu.context()
         ggml = cpu.ggml
         self.tensor = ggml["ggml_new_tensor_2d"](self.context, TYPES[type_name], columns, self.rows)
         self.buffer = ggml["ggml_backend_alloc_ctx_tensors_from_buft"](
             self.context, cpu.buffer_types[buffer]
         )
+        if blocks is None:
+            return
         blocks = np.ascontiguousarray(blocks)
         ggml["ggml_backend_tensor_set"](self.tensor, blocks.ctypes.data, 0, blocks.nbytes)
 
@@ -100,7 +112,7 @@ class Cpu:
             function.argtypes = [_Parameters] if arguments is None else arguments
             self.ggml[name] = function
         self.registry = self.ggml["ggml_backend_reg_by_name"](b"CPU")
-        device = self.ggml["ggml_backend_reg_dev_get"](self.registry, 0)
+        device = self.device = self.ggml["ggml_backend_reg_dev_get"](self.registry, 0)
         self.backend = self.ggml["ggml_backend_dev_init"](device, None)
         self.call("ggml_backend_set_n_threads", None, [_p, ctypes.c_int])(self.backend, n_threads)
         self.buffer_types = {"plain": self.ggml["ggml_backend_dev_buffer_type"](device)}
@@ -170,6 +182,15 @@ class Cpu:
         ggml["ggml_backend_buffer_free"](buffer)
         ggml["ggml_free"](context)
         return out.reshape(*x.shape[:-1], weights.rows)
+
+    def supports(self, weights: Weights) -> bool:
+        """Whether the backend takes weights that lie like these; a loader asks that."""
+        context = self.context()
+        x = self.ggml["ggml_new_tensor_2d"](context, TYPES["F32"], weights.columns, 1)
+        node = self.ggml["ggml_mul_mat"](context, weights.tensor, x)
+        supported = bool(self.ggml["ggml_backend_dev_supports_op"](self.device, node))
+        self.ggml["ggml_free"](context)
+        return supported
 
     def close(self) -> None:
         self.ggml["ggml_backend_free"](self.backend)

@@ -62,7 +62,8 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
         for (int64_t i = 0; i < n_blocks; i++) {
             KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
                 vint   v[8];
-                vfloat d, m;
+                vfloat d;
+                typename W::extra m; // of the rows: minima, or what a sum is too large by
                 if constexpr (n_tiles == 1) {
                     w.read(v, d, m);
                 } else {
@@ -70,10 +71,14 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 }
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     const uint8_t * of_column = x + 32*n_columns + 4*c;
-                    vint s = set_i(load_i32(of_column));
-                    s = dot_group<8, W::largest>(s, v, x + 32*c);
+                    vint s;
+                    if constexpr (W::is_signed) {
+                        s = subtract(dot_group_signed<8>(set_i(0), v, x + 32*c), m);
+                    } else {
+                        s = dot_group<8, W::largest>(set_i(load_i32(of_column)), v, x + 32*c);
+                    }
                     acc[t][c] = fma(mul(d, set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
-                    if (W::has_min) {
+                    if constexpr (W::has_min) {
                         acc[t][c] = fma(m, set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
                     }
                 }
@@ -252,17 +257,18 @@ family family_of(ggml_type type) {
 
 struct weight_format {
     int    zero       = 0; // what is taken from the unsigned weights, in blocks of 32
+    bool   offset     = false; // activations as unsigned bytes, 128 added
     bool   sums_of_32 = false;
     size_t tile_bytes = 0; // of one block of n_lanes rows; 0: plain rows
     kernel (*kernel_of)(int n_columns) = nullptr;
 };
 
 template <class W, bool packed> weight_format format_32() {
-    return { W::zero, false, packed ? W::bytes : 0, of_columns<kernel_32, W, packed> };
+    return { W::zero, W::is_signed, false, packed ? W::bytes : 0, of_columns<kernel_32, W, packed> };
 }
 
 template <class W, bool packed> weight_format format_256() {
-    return { 0, W::group == 32, packed ? W::bytes : 0, of_columns<kernel_256, W, false> };
+    return { 0, false, W::group == 32, packed ? W::bytes : 0, of_columns<kernel_256, W, false> };
 }
 
 weight_format format_of(ggml_type type, layout where) {
@@ -391,7 +397,9 @@ void place_blocks(const activations & a, const ggml_tensor * op, const weight_fo
             }
             const float d = GGML_CPU_FP16_TO_FP32(halves[0]);
             const float s = has_sum ? GGML_CPU_FP16_TO_FP32(halves[1]) : 0.0f;
-            memcpy(out + 32*c,        q,    32);
+            for (int l = 0; l < 32; l++) {
+                out[32*c + l] = (uint8_t) (f.offset ? q[l] + 128 : q[l]);
+            }
             memcpy(out + 32*n + 4*c, &sum, 4);
             memcpy(out + 36*n + 4*c, &d,   4);
             memcpy(out + 40*n + 4*c, &s,   4);

@@ -81,6 +81,7 @@ KNAPSPEC_INLINE vint   unpack_high_32(vint a, vint b)        { return _mm512_unp
 KNAPSPEC_INLINE vint   unpack_low_64(vint a, vint b)         { return _mm512_unpacklo_epi64(a, b); }
 KNAPSPEC_INLINE vint   unpack_high_64(vint a, vint b)        { return _mm512_unpackhi_epi64(a, b); }
 KNAPSPEC_INLINE vint   dot_16   (vint s, vint a, vint b)    { return _mm512_dpwssd_epi32(s, a, b); }
+KNAPSPEC_INLINE vint   subtract (vint a, vint b)            { return _mm512_sub_epi32(a, b); }
 KNAPSPEC_INLINE vfloat set_f    (float v)                   { return _mm512_set1_ps(v); }
 KNAPSPEC_INLINE vfloat to_float (vint a)                    { return _mm512_cvtepi32_ps(a); }
 KNAPSPEC_INLINE vfloat mul      (vfloat a, vfloat b)        { return _mm512_mul_ps(a, b); }
@@ -104,6 +105,14 @@ KNAPSPEC_INLINE vfloat half_to_float(vint a)                { return _mm512_cvtp
 template <int n, int largest> KNAPSPEC_INLINE vint dot_group(vint s, const vint * u, const uint8_t * x) {
     KNAPSPEC_UNROLL for (int q = 0; q < n; q++) {
         s = _mm512_dpbusd_epi32(s, u[q], _mm512_set1_epi32(load_i32(x + 4*q)));
+    }
+    return s;
+}
+
+// the same with unsigned bytes of the column and signed ones of the rows
+template <int n> KNAPSPEC_INLINE vint dot_group_signed(vint s, const vint * w, const uint8_t * x) {
+    KNAPSPEC_UNROLL for (int q = 0; q < n; q++) {
+        s = _mm512_dpbusd_epi32(s, _mm512_set1_epi32(load_i32(x + 4*q)), w[q]);
     }
     return s;
 }

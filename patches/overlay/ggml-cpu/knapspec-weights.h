@@ -45,6 +45,8 @@ KNAPSPEC_INLINE void split_nibbles(vint * v) { // bytes of v[0..3] to v[0..7]
 }
 
 template <int block_bytes> struct plain_block {
+    using extra = vfloat;
+
     static constexpr int bytes = block_bytes;
 
     rows      at;
@@ -60,7 +62,7 @@ template <int block_bytes> struct plain_block {
 
 struct plain_q8_0 : plain_block<34> {
     static constexpr int  zero = zero_q8_0, largest = 128;
-    static constexpr bool has_min = false;
+    static constexpr bool has_min = false, is_signed = false;
     using plain_block::plain_block;
 
     KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
@@ -75,7 +77,7 @@ struct plain_q8_0 : plain_block<34> {
 
 struct plain_q4_0 : plain_block<18> {
     static constexpr int  zero = 8, largest = 15;
-    static constexpr bool has_min = false;
+    static constexpr bool has_min = false, is_signed = false;
     using plain_block::plain_block;
 
     KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
@@ -89,7 +91,7 @@ struct plain_q4_0 : plain_block<18> {
 
 struct plain_q4_1 : plain_block<20> {
     static constexpr int  zero = 0, largest = 15;
-    static constexpr bool has_min = true;
+    static constexpr bool has_min = true, is_signed = false;
     using plain_block::plain_block;
 
     KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat & m) {
@@ -259,6 +261,8 @@ KNAPSPEC_INLINE void load_nibbles(const uint8_t * p, vint * v, int n) {
 }
 
 template <int n> struct amx_tile {
+    using extra = vfloat;
+
     static constexpr int bytes = n; // of one block
 
     const uint8_t * p;
@@ -272,25 +276,27 @@ template <int n> struct amx_tile {
     }
 };
 
+// Signed bytes, to be multiplied with x + 128 as unsigned ones; behind the scales 128 times the sum of each row.
 struct amx_q8_0 : amx_tile<608> {
-    static constexpr int  zero = zero_q8_0, largest = 128;
-    static constexpr bool has_min = false;
+    static constexpr int  zero = 0, largest = 128;
+    static constexpr bool has_min = false, is_signed = true;
+    using extra = vint;
     using amx_tile::amx_tile;
 
-    KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
+    KNAPSPEC_INLINE void read(vint * v, vfloat & d, vint & excess) {
         prefetch();
         KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
             v[q] = load_i(p + 64*q);
         }
-        bias_q8_0(v);
-        d = load_half(p + 512);
+        d      = load_half(p + 512);
+        excess = load_i(p + 544);
         p += 608;
     }
 };
 
 struct amx_q4_0 : amx_tile<288> {
     static constexpr int  zero = 8, largest = 15;
-    static constexpr bool has_min = false;
+    static constexpr bool has_min = false, is_signed = false;
     using amx_tile::amx_tile;
 
     KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
@@ -303,7 +309,7 @@ struct amx_q4_0 : amx_tile<288> {
 
 struct amx_q4_1 : amx_tile<320> {
     static constexpr int  zero = 0, largest = 15;
-    static constexpr bool has_min = true;
+    static constexpr bool has_min = true, is_signed = false;
     using amx_tile::amx_tile;
 
     KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat & m) {
