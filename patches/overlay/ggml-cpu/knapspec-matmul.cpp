@@ -71,12 +71,7 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 }
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     const uint8_t * of_column = x + 32*n_columns + 4*c;
-                    vint s;
-                    if constexpr (W::is_signed) {
-                        s = subtract(dot_group_signed<8>(set_i(0), v, x + 32*c), m);
-                    } else {
-                        s = dot_group<8, W::largest>(set_i(load_i32(of_column)), v, x + 32*c);
-                    }
+                    const vint s = dot_32<W>(load_i32(of_column), v, x + 32*c, m);
                     acc[t][c] = fma(mul(d, set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
                     if constexpr (W::has_min) {
                         acc[t][c] = fma(m, set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
