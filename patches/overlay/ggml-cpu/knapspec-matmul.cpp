@@ -146,11 +146,12 @@ constexpr int most_tiles = 4;
 
 template <template <class, int, int> class K, class W, bool packed> kernel of_columns(int n) {
     constexpr int four = packed ? most_tiles : 1, two = packed ? 2 : 1;
+    constexpr int many = W::has_min ? 1 : two; // minima need registers too
     static const kernel all[panel_columns] = {
         { four, K<W, 1, four>::run, K<W, 1, 1>::run }, { four, K<W, 2, four>::run, K<W, 2, 1>::run },
         { two,  K<W, 3, two>::run,  K<W, 3, 1>::run }, { two,  K<W, 4, two>::run,  K<W, 4, 1>::run },
         { two,  K<W, 5, two>::run,  K<W, 5, 1>::run }, { two,  K<W, 6, two>::run,  K<W, 6, 1>::run },
-        { two,  K<W, 7, two>::run,  K<W, 7, 1>::run }, { two,  K<W, 8, two>::run,  K<W, 8, 1>::run },
+        { many, K<W, 7, many>::run, K<W, 7, 1>::run }, { many, K<W, 8, many>::run, K<W, 8, 1>::run },
     };
     return all[n - 1];
 }
