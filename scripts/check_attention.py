@@ -105,6 +105,10 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=192, metavar="MB", help="keys and values")
     parser.add_argument("--errors", action="store_true", help="compare with F64 as well; slow")
     options = parser.parse_args()
+    if options.rounds < 2 or min(options.keys + options.rows + options.shape) < 1:
+        parser.error("two rounds at least, and numbers above 0")
+    if max(options.rows) > min(options.keys):
+        parser.error("no more rows than keys: each row is one of the last tokens")
     kind = {"f16": F16, "q8_0": Q8_0}[options.type]
     heads = ["keys", "rows", "upstream ms", "ours ms", "ratio", "ours, quartiles"]
     if options.errors:

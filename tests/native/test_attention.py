@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,3 +316,16 @@ def test_one_graph_computes_it_many_times() -> None:
             np.testing.assert_array_equal(operation.result().view(np.int32), once.view(np.int32))
     finally:
         operation.close()
+
+
+def test_the_script_compares_both_kernels(patched_library: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "check_attention.py"
+    arguments = "--shape 4 2 32 --keys 64 --rows 1 3 --rounds 2 --pool 1 --errors --type q8_0"
+    run = subprocess.run(
+        [sys.executable, str(script), *arguments.split()],
+        env={**os.environ, "KNAPSPEC_EDGE_LIBRARY": str(patched_library)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines() if "|" in line][2:]
+    assert [row[:2] for row in rows] == [["64", "1"], ["64", "3"]]
+    assert all(float(row[-1]) < TOLERANCE for row in rows)

@@ -21,10 +21,10 @@ namespace {
 constexpr int TILE       = 64;  // keys that are read, weighed and summed together
 constexpr int BLOCK_ROWS = 6;   // query rows of a register block
 constexpr int FEW_TOKENS = 16;  // up to here threads share the keys of a row, beyond each takes rows of its own
+constexpr int STRIP_ROWS = 96;  // query rows that a thread takes at a time then
 // So little work that two barriers would cost more than they save: tiles, and tiles times rows (and what reading a tile
 // costs in rows) times widths.
 constexpr int ALONE_TILES = 16, TILE_ROWS = 8, ALONE_WORK = 256*128;
-constexpr int STRIP_ROWS = 96;  // query rows that a thread takes at a time then
 constexpr int MAX_WIDTH  = 576; // of a head; bounds the scratch of a thread
 constexpr ggml_fp16_t MASKED = 0xFC00; // -inf
 constexpr int ALIGNMENT  = 64;  // bytes; threads share no cache line that one of them writes

@@ -71,12 +71,7 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 }
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     const uint8_t * of_column = x + 32*n_columns + 4*c;
-                    vint s;
-                    if constexpr (W::is_signed) {
-                        s = subtract(dot_group_signed<8>(set_i(0), v, x + 32*c), m);
-                    } else {
-                        s = dot_group<8, W::largest>(set_i(load_i32(of_column)), v, x + 32*c);
-                    }
+                    const vint s = dot_32<W>(load_i32(of_column), v, x + 32*c, m);
                     acc[t][c] = fma(mul(d, set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
                     if constexpr (W::has_min) {
                         acc[t][c] = fma(m, set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
@@ -151,11 +146,12 @@ constexpr int most_tiles = 4;
 
 template <template <class, int, int> class K, class W, bool packed> kernel of_columns(int n) {
     constexpr int four = packed ? most_tiles : 1, two = packed ? 2 : 1;
+    constexpr int many = W::has_min ? 1 : two; // minima need registers too
     static const kernel all[panel_columns] = {
         { four, K<W, 1, four>::run, K<W, 1, 1>::run }, { four, K<W, 2, four>::run, K<W, 2, 1>::run },
         { two,  K<W, 3, two>::run,  K<W, 3, 1>::run }, { two,  K<W, 4, two>::run,  K<W, 4, 1>::run },
         { two,  K<W, 5, two>::run,  K<W, 5, 1>::run }, { two,  K<W, 6, two>::run,  K<W, 6, 1>::run },
-        { two,  K<W, 7, two>::run,  K<W, 7, 1>::run }, { two,  K<W, 8, two>::run,  K<W, 8, 1>::run },
+        { many, K<W, 7, many>::run, K<W, 7, 1>::run }, { many, K<W, 8, many>::run, K<W, 8, 1>::run },
     };
     return all[n - 1];
 }

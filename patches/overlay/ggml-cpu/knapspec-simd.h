@@ -81,7 +81,6 @@ KNAPSPEC_INLINE vint   unpack_high_32(vint a, vint b)        { return _mm512_unp
 KNAPSPEC_INLINE vint   unpack_low_64(vint a, vint b)         { return _mm512_unpacklo_epi64(a, b); }
 KNAPSPEC_INLINE vint   unpack_high_64(vint a, vint b)        { return _mm512_unpackhi_epi64(a, b); }
 KNAPSPEC_INLINE vint   dot_16   (vint s, vint a, vint b)    { return _mm512_dpwssd_epi32(s, a, b); }
-KNAPSPEC_INLINE vint   subtract (vint a, vint b)            { return _mm512_sub_epi32(a, b); }
 KNAPSPEC_INLINE vfloat set_f    (float v)                   { return _mm512_set1_ps(v); }
 KNAPSPEC_INLINE vfloat to_float (vint a)                    { return _mm512_cvtepi32_ps(a); }
 KNAPSPEC_INLINE vfloat mul      (vfloat a, vfloat b)        { return _mm512_mul_ps(a, b); }
@@ -105,14 +104,6 @@ KNAPSPEC_INLINE vfloat half_to_float(vint a)                { return _mm512_cvtp
 template <int n, int largest> KNAPSPEC_INLINE vint dot_group(vint s, const vint * u, const uint8_t * x) {
     KNAPSPEC_UNROLL for (int q = 0; q < n; q++) {
         s = _mm512_dpbusd_epi32(s, u[q], _mm512_set1_epi32(load_i32(x + 4*q)));
-    }
-    return s;
-}
-
-// the same with unsigned bytes of the column and signed ones of the rows
-template <int n> KNAPSPEC_INLINE vint dot_group_signed(vint s, const vint * w, const uint8_t * x) {
-    KNAPSPEC_UNROLL for (int q = 0; q < n; q++) {
-        s = _mm512_dpbusd_epi32(s, _mm512_set1_epi32(load_i32(x + 4*q)), w[q]);
     }
     return s;
 }
@@ -182,14 +173,15 @@ constexpr bool wide_dot = false;
 template <int n, int largest> KNAPSPEC_INLINE vint dot_group(vint s, const vint * u, const uint8_t * x) {
     const vint ones = _mm256_set1_epi16(1);
     constexpr int run = largest == 15 ? 8 : largest <= 63 ? 2 : 1;
+    static_assert(n % run == 0, "a run would read beyond the weights");
     static_assert(run*2*largest*127 <= 32767 || largest == 128, "sums of 16 bits overflow");
     KNAPSPEC_UNROLL for (int q = 0; q < n; q += run) {
         vint t = _mm256_setzero_si256();
-        KNAPSPEC_UNROLL for (int j = q; j < q + run && j < n; j++) {
-            const vint c = _mm256_set1_epi32(load_i32(x + 4*j));
-            const vint m = largest == 128 ? _mm256_maddubs_epi16(_mm256_abs_epi8(u[j]), _mm256_sign_epi8(c, u[j]))
-                                          : _mm256_maddubs_epi16(u[j], c);
-            t = j == q ? m : _mm256_add_epi16(t, m);
+        KNAPSPEC_UNROLL for (int j = 0; j < run; j++) {
+            const vint c = _mm256_set1_epi32(load_i32(x + 4*(q + j))), w = u[q + j];
+            const vint m = largest == 128 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(c, w))
+                                          : _mm256_maddubs_epi16(w, c);
+            t = j == 0 ? m : _mm256_add_epi16(t, m);
         }
         s = _mm256_add_epi32(s, _mm256_madd_epi16(t, ones));
     }

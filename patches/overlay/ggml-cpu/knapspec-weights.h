@@ -44,6 +44,11 @@ KNAPSPEC_INLINE void split_nibbles(vint * v) { // bytes of v[0..3] to v[0..7]
     }
 }
 
+// `start` + the sums over a block of the rows with one column
+template <class W> KNAPSPEC_INLINE vint dot_32(int start, const vint * v, const uint8_t * x, vfloat) {
+    return dot_group<8, W::largest>(set_i(start), v, x);
+}
+
 template <int block_bytes> struct plain_block {
     using extra = vfloat;
 
@@ -293,6 +298,14 @@ struct amx_q8_0 : amx_tile<608> {
         p += 608;
     }
 };
+
+template <class W> KNAPSPEC_INLINE vint dot_32(int, const vint * v, const uint8_t * x, vint excess) {
+    vint s = set_i(0);
+    KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+        s = _mm512_dpbusd_epi32(s, set_i(load_i32(x + 4*q)), v[q]);
+    }
+    return _mm512_sub_epi32(s, excess);
+}
 
 struct amx_q4_0 : amx_tile<288> {
     static constexpr int  zero = 8, largest = 15;
