@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
+from . import cli_completion, cli_config
 from .cli_open import confirm_licence, fetch_progress, obtain, open_model
 from .cli_options import (
     ACCEPT_LICENCE,
     ANSWER_OPTIONS,
     GPU_LAYERS,
     LOGPROBS_OPTION,
+    MODEL,
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
-    PREFIX,
     THREADS,
+    Arguments,
     Number,
     answer_settings,
     check_text,
@@ -28,7 +30,7 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import CTX_TOKENS_MAX, POLICIES
+from .config import CTX_TOKENS_MAX, OVERFLOWS, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 from .native.giving_up import on_abort
 
@@ -41,13 +43,23 @@ EXIT_INTERRUPTED = 130
 EXIT_USAGE = 2
 
 
-class _Group(click.Group):
+class _Group(cli_config.Group):
     """Ends every command with one line and the documented exit code, never with a traceback."""
+
+    group_class = cli_config.Group
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        cli_config.apply(ctx)
+        return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
         kwargs.setdefault("prog_name", PROGRAM)
         _occupy_standard_streams()
+        if cli_completion.asked():
+            cli_completion.register()
         if not _debugging():
             on_abort(_give_up)
         try:
@@ -60,6 +72,9 @@ class _Group(click.Group):
             click.echo(error.format_message(), err=True)
             sys.exit(EXIT_USAGE)
         except click.UsageError as error:
+            if isinstance(error, click.BadParameter) and error.ctx and error.param:
+                # which of the places that a value may come from
+                error.param_hint = cli_config.origin(error.ctx, error.param) or error.param_hint
             command = error.ctx.command_path if error.ctx is not None else PROGRAM
             _fail(f"{error.format_message().rstrip('.')}; see `{command} --help`", EXIT_USAGE)
         except click.ClickException as error:
@@ -90,7 +105,7 @@ def _fail(message: str, exit_code: int) -> NoReturn:
 
 
 def _debugging() -> bool:
-    return os.environ.get(f"{PREFIX}DEBUG", "") not in ("", "0")
+    return os.environ.get(f"{cli_config.PREFIX}DEBUG", "") not in ("", "0")
 
 
 def _give_up(reason: str) -> NoReturn:
@@ -99,7 +114,7 @@ def _give_up(reason: str) -> NoReturn:
         sys.stdout.flush()
         line = f"{PROGRAM}: error: {reason}\n"
         if sys.stderr.isatty():
-            line = f"\n\x1b[?25h{line}"  # below a progress bar, which hides the cursor
+            line = f"\n{line}"  # below a progress bar
         sys.stderr.write(line)
         sys.stderr.flush()
     os._exit(1)
@@ -142,8 +157,9 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
     cls=_Group,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Each option can be set by an environment variable: --min-p by KNAPSPEC_EDGE_MIN_P. "
-    "KNAPSPEC_EDGE_CACHE moves the cache, KNAPSPEC_EDGE_DEBUG=1 shows tracebacks.",
+    epilog="Each option can be set by an environment variable, --min-p by KNAPSPEC_EDGE_MIN_P, and "
+    "in a configuration file; `knapspec-edge config` shows both. KNAPSPEC_EDGE_CACHE moves the "
+    "cache, KNAPSPEC_EDGE_DEBUG=1 shows tracebacks.",
 )
 @click.option(
     "--version",
@@ -158,9 +174,32 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@MODEL
+@click.option("--load", metavar="FILE", help="Go on with a conversation that was saved.")
+@click.option(
+    "--save", metavar="FILE", help="Keep the conversation in FILE, written after every answer."
+)
+@option(
+    "--overflow",
+    type=click.Choice(OVERFLOWS),
+    help="Where the context is full: say so and stop (the default), or drop the oldest turns.",
+)
+@option(
+    "--history",
+    metavar="FILE|off",
+    help="Where to keep what you type, for the next chat; without it in your state folder.",
+)
 @with_options(*MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
-def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
+def chat(
+    model: str | None,
+    load: str | None,
+    save: str | None,
+    overflow: str | None,
+    history: str | None,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> int:
     """Talk to a model. MODEL is a GGUF file or a name from `knapspec-edge models list`; without it
     the demo model is used, and fetched the first time.
 
@@ -168,35 +207,53 @@ def chat(model: str | None, quiet: bool, verbose: bool, **options: Any) -> int:
     Examples:
       knapspec-edge chat
       knapspec-edge chat model.gguf --temp 0.7 --system "You are brief."
+      knapspec-edge chat model.gguf --load talk.json --save talk.json
       knapspec-edge chat base-model.gguf --template chatml
 
-    /help inside lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.
+    /help inside lists the commands. Ctrl-C stops an answer, a second one leaves, like Ctrl-D.
     """
-    from .apps.chat import Conversation
-    from .repl import converse, line_reader
+    from pathlib import Path
+
+    from .apps.chat import loaded_line
+    from .apps.conversation import Conversation
+    from .apps.conversation_file import begin
+    from .repl import converse, history_file, line_reader
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
     settings = answer_settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
+    source = None if load is None else Path(load).expanduser()
+    kept_in = None if save is None else Path(save).expanduser()
+    begun = begin(source, kept_in, settings, system=options["system"], overflow=overflow)
     try:
         with open_model(model, options, terminal, needs_template=True) as engine:
-            conversation = Conversation(
-                engine, settings, system=options["system"], progress=terminal.progress
-            )
-            read_line, interactive = line_reader(terminal, conversation.command_names)
+            conversation = Conversation(engine, progress=terminal.progress)
+            notices = conversation.restore(begun)
+            conversation.file = kept_in
+            read_line, interactive = line_reader(terminal, conversation, history_file(history))
             if interactive:
                 _greet(engine, terminal)
+            if source is not None:
+                terminal.notice(loaded_line(source, conversation))
+            for notice in notices:
+                terminal.notice(notice)
             return converse(conversation, terminal, read_line, interactive=interactive)
     finally:
         terminal.clear_progress()
 
 
 @cli.command()
-@click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
-@click.option("--file", "-f", metavar="FILE", help="Read the content from FILE (- is the pipe).")
-@click.option("--raw", is_flag=True, help="Complete the prompt as it is, without chat template.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@click.argument(
+    "arguments",
+    cls=Arguments,
+    nargs=-1,
+    metavar="[MODEL] [PROMPT]",
+    shell_complete=cli_completion.model_then_nothing,
+)
+@option("--file", "-f", metavar="FILE", help="Read the content from FILE (- is the pipe).")
+@option("--raw", is_flag=True, help="Complete the prompt as it is, without chat template.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @LOGPROBS_OPTION
 @with_options(*MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
 def run(
@@ -277,8 +334,8 @@ def run(
 
 
 @cli.command()
-@click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@MODEL
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(model: str | None, as_json: bool) -> int:
     """Show versions, devices and folders, and whether MODEL can be used and speculated with. Exits
     with 1 if something keeps it from working.
@@ -290,7 +347,8 @@ def doctor(model: str | None, as_json: bool) -> int:
     """
     from .apps import doctor as app
 
-    report = app.examine(model)
+    found = cli_config.loaded(click.get_current_context())
+    report = app.examine(model, configuration=found.to_json())
     if as_json:
         import json
 
@@ -310,42 +368,41 @@ def doctor(model: str | None, as_json: bool) -> int:
 
 
 @cli.command()
-@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
-@click.option(
+@MODEL
+@option(
     "--plan",
     "plans",
     multiple=True,
     metavar="FILE",
     help="Compare this plan, forced; repeatable.",
 )
-@click.option(
+@option(
     "--best/--no-best",
     default=True,
     help="Compare auto and the planner's best plans, forced.",
 )
-@click.option(
+@option(
     "--unpatched",
     metavar="FOLDER",
+    shell_complete=cli_completion.folders,
     help="Compare another build of llama.cpp: the folder of its libraries.",
 )
-@click.option(
-    "--prompts", type=click.IntRange(1), metavar="N", help="Use only the first N prompts."
-)
-@click.option(
+@option("--prompts", type=click.IntRange(1), metavar="N", help="Use only the first N prompts.")
+@option(
     "--max-tokens",
     type=click.IntRange(2),
     default=128,
     show_default=True,
     help="Longest answer in tokens.",
 )
-@click.option(
+@option(
     "--repeats",
     type=click.IntRange(1),
     default=1,
     show_default=True,
     help="Rounds over all prompts.",
 )
-@click.option(
+@option(
     "--cooldown",
     type=Number(0.0, 86400.0),
     default=0.0,
@@ -353,7 +410,7 @@ def doctor(model: str | None, as_json: bool) -> int:
     metavar="SECONDS",
     help="Pause before each answer.",
 )
-@click.option(
+@option(
     "--format",
     "form",
     type=click.Choice(["md", "json"]),
@@ -426,7 +483,7 @@ def bench(
 
 
 @cli.command()
-@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@MODEL
 @option(
     "--ctx",
     type=click.IntRange(1, CTX_TOKENS_MAX),
@@ -439,8 +496,8 @@ def bench(
     metavar="SECONDS",
     help="Time to measure for; without it as long as the model's size needs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
 @with_options(THREADS, GPU_LAYERS)
 @with_options(
     kv_type_option("which compares f16 and q8_0"),
@@ -516,7 +573,7 @@ def profile(
 
 
 @cli.command()
-@click.argument("model", required=False, envvar=f"{PREFIX}MODEL")
+@MODEL
 @option(
     "--at",
     "at_tokens",
@@ -538,14 +595,14 @@ def profile(
     metavar="SECONDS",
     help="Time to measure for where nothing is kept; without it as long as the context needs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--plot", metavar="FILE", help="Draw it into FILE.png, FILE.svg or FILE.html.")
 @option(
     "--certify",
     is_flag=True,
     help="Also show at how many positions the cosine of the states alone guarantees the token.",
 )
-@click.option("--save", metavar="FILE", help="Write the best draft as a plan file for --spec FILE.")
+@option("--save", metavar="FILE", help="Write the best draft as a plan file for --spec FILE.")
 @with_options(*MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def plan(
     model: str | None,
@@ -633,7 +690,7 @@ def models() -> None:
 
 
 @models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def models_list(as_json: bool) -> None:
     """Show the models that have a name.
 
@@ -669,7 +726,7 @@ def models_list(as_json: bool) -> None:
 
 
 @models.command("get")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=cli_completion.model_names)
 @option("--accept-licence", is_flag=True, help="Accept the model's licence.")
 @with_options(*OUTPUT_OPTIONS)
 def models_get(name: str | None, accept_licence: bool, quiet: bool, verbose: bool) -> None:
@@ -696,7 +753,7 @@ def models_get(name: str | None, accept_licence: bool, quiet: bool, verbose: boo
 
 
 @models.command("path")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=cli_completion.model_names)
 def models_path(name: str | None) -> None:
     """Print where a fetched model is; fails if it has not been fetched.
 
@@ -710,7 +767,7 @@ def models_path(name: str | None) -> None:
 
 
 @models.command("rm")
-@click.argument("name")
+@click.argument("name", shell_complete=cli_completion.fetched_names)
 @with_options(*OUTPUT_OPTIONS)
 def models_rm(name: str, quiet: bool, verbose: bool) -> None:
     """Remove a model from the cache.
@@ -761,7 +818,7 @@ def _model_and_prompt(arguments: tuple[str, ...]) -> tuple[str | None, str | Non
     """Which of the arguments is what; see the help of `run`."""
     from . import models as store
 
-    default = os.environ.get(f"{PREFIX}MODEL") or None
+    default = cli_config.default_model()
     if len(arguments) > 2:
         raise UsageError(
             "give at most a MODEL and one PROMPT; put a prompt of several words in quotation marks"
@@ -805,6 +862,10 @@ def _content(file: str | None) -> str | None:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError:
         raise UsageError(f"{name} is not UTF-8 text") from None
+
+
+for _command in (cli_config.config, cli_completion.completion):
+    cli.add_command(_command)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .config import POLICIES
+from .errors import KnapspecError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +71,12 @@ def open_file(
         progress=terminal.progress,
     )
     terminal.clear_progress()
+    if options.get("think") is not None:
+        try:
+            engine.require_template().check_think(options["think"])
+        except KnapspecError:
+            engine.close()
+            raise
     for warning in dict.fromkeys(engine.take_warnings()):  # said for each thing it could not keep
         terminal.warning(warning)
     return engine
@@ -77,7 +84,7 @@ def open_file(
 
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
     """What of a command's options Engine.open takes."""
-    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "template")
+    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "exact", "template")
     given = {name: options[name] for name in names if name in options}
     return {**given, "policy": options.get("policy", POLICIES[0])}
 

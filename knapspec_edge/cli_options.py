@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .config import CTX_TOKENS_MAX, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
+from . import cli_completion
+from .cli_config import MODEL_VARIABLE, PREFIX
+from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
 from .errors import UsageError
 from .sampling import (
     DEFAULT_PRESET,
@@ -19,11 +21,11 @@ from .sampling import (
     differences,
     parse_bias,
 )
+from .text.builtin_templates import BUILTIN
 
 if TYPE_CHECKING:
     from .sampling import Settings
 
-PREFIX = "KNAPSPEC_EDGE_"
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,8 +34,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 def option(*names: str, **settings: Any) -> Callable[[F], F]:
     """An option with its environment variable: --min-p is KNAPSPEC_EDGE_MIN_P."""
     long = next(name for name in names if name.startswith("--"))
+    long = long.split("/")[0]  # --think/--no-think
     variable = PREFIX + long.removeprefix("--").replace("-", "_").upper()
-    return click.option(*names, envvar=variable, **settings)
+    settings.setdefault("envvar", variable)
+    if "FILE" in settings.get("metavar", ""):
+        settings.setdefault("shell_complete", cli_completion.files)
+    return click.option(*names, **settings)
+
+
+class Arguments(click.Argument):
+    """Several arguments, the first of which may be a MODEL."""
+
+    takes_model = True
+
+
+MODEL = click.argument(
+    "model", required=False, envvar=MODEL_VARIABLE, shell_complete=cli_completion.model
+)
 
 
 class Texts(click.types.StringParamType):
@@ -109,6 +126,7 @@ SAMPLING_OPTIONS = (
     option(
         "--json-schema",
         metavar="FILE|JSON",
+        shell_complete=cli_completion.words_and_files("json"),
         help="Form of the answer: JSON that keeps to this schema; json: any JSON.",
     ),
 )
@@ -194,8 +212,13 @@ MODEL_OPTIONS = (
     GPU_LAYERS,
     kv_type_option("the fastest that `profile --kv-type auto` found"),
     flash_attn_option("takes what `profile` found best, or llama.cpp's choice"),
-    option("--template", metavar="NAME|FILE", help="Chat template in place of the model's own."),
-    click.option(
+    option(
+        "--template",
+        metavar="NAME|FILE",
+        shell_complete=cli_completion.words_and_files(*BUILTIN),
+        help="Chat template in place of the model's own.",
+    ),
+    option(
         "--rpc",
         envvar=f"{PREFIX}RPC_SERVERS",
         callback=_rpc,
@@ -212,6 +235,7 @@ ANSWER_OPTIONS = (
         default="auto",
         show_default=True,
         metavar="auto|on|off|FILE",
+        shell_complete=cli_completion.words_and_files("auto", "on", "off"),
         help="Speculation: where it pays, always, never, or by a plan file.",
     ),
     option(
@@ -221,6 +245,14 @@ ANSWER_OPTIONS = (
         show_default=True,
         help="How drafts are planned; knapspec-paper is the published method, which never goes "
         "off, for comparison.",
+    ),
+    option(
+        "--exact",
+        type=click.Choice(EXACTNESS),
+        default=EXACTNESS[0],
+        show_default=True,
+        help="strict: the text of --spec off to the last bit; drafts only where passes over "
+        "several tokens were found to compute what passes over one do.",
     ),
     *SAMPLING_OPTIONS,
     option("--seed", type=int, help="Seed of the sampler; -1 or none: a random one, shown."),
@@ -234,6 +266,11 @@ ANSWER_OPTIONS = (
         "per line).",
     ),
     option("--system", metavar="TEXT", help="System prompt."),
+    option(
+        "--think/--no-think",
+        default=None,
+        help="Whether to think before answering, for models whose chat template has a switch.",
+    ),
 )
 OUTPUT_OPTIONS = (
     option("--quiet", "-q", is_flag=True, help="No notices, statistics or progress."),
@@ -266,6 +303,7 @@ def answer_settings(options: dict[str, Any], *, logprobs: int | None = None) -> 
         max_tokens=options["max_tokens"],
         stop=tuple(_unescaped(text) for text in options["stop"]),
         logprobs=logprobs,
+        think=options["think"],
         **sampling_settings(options),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import stat
 import sys
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from . import cli_completion, cli_config
 from .cli_open import engine_options, obtain, open_file
 from .cli_options import (
     ANSWER_OPTIONS,
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
-    PREFIX,
+    Arguments,
     answer_settings,
     check_text,
     option,
@@ -74,8 +74,14 @@ _OWN_OPTIONS = (
 )
 
 
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="[MODEL] PATH...")
+@click.command(cls=cli_config.Command)
+@click.argument(
+    "arguments",
+    cls=Arguments,
+    nargs=-1,
+    metavar="[MODEL] PATH...",
+    shell_complete=cli_completion.model_then_files,
+)
 @with_options(*_OWN_OPTIONS, *MODEL_OPTIONS, *ANSWER_OPTIONS, *OUTPUT_OPTIONS)
 def summarize(arguments: tuple[str, ...], quiet: bool, verbose: bool, **options: Any) -> int:
     """Summarize documents, one JSON record per line and document.
@@ -304,7 +310,7 @@ def _request(options: dict[str, Any]) -> Request:
     return Request(
         style=options["style"],
         words=options["words"],
-        language=options["language"] or None,
+        language=" ".join((options["language"] or "").split()) or None,
         instruction=instruction,
         system=options["system"],
         settings=settings,
@@ -312,10 +318,10 @@ def _request(options: dict[str, Any]) -> Request:
 
 
 def _check_encoding(name: str | None) -> None:
-    try:
-        codecs.lookup(name or "utf-8")
-    except (LookupError, ValueError):
-        raise UsageError(f"there is no encoding {name}") from None
+    from .text.documents import is_text_encoding
+
+    if name is not None and not is_text_encoding(name):
+        raise UsageError(f"there is no encoding {name}")
 
 
 def _instruction(file: str) -> str:
@@ -329,6 +335,8 @@ def _instruction(file: str) -> str:
         raise UsageError(f"{file} is not UTF-8 text") from None
     if len(data) > _MAX_PROMPT_BYTES:
         raise UsageError(f"{file} is too long for an instruction")
+    if "\0" in text:
+        raise UsageError(f"{file} is not text")
     if not text.strip():
         raise UsageError(f"{file} is empty; it should hold the instruction")
     return text
@@ -339,7 +347,7 @@ def _model_and_paths(arguments: tuple[str, ...]) -> tuple[str | None, list[str]]
     from . import models as store
     from .terminal import is_terminal
 
-    model = os.environ.get(f"{PREFIX}MODEL") or None
+    model = cli_config.default_model()
     paths = list(arguments)
     if paths:
         first = paths[0]

@@ -10,6 +10,10 @@ THREADS_MAX = 512  # GGML_MAX_N_THREADS
 GPU_LAYERS_MAX = 2**31 - 1
 # How drafts are planned, the default first: our planner, or the published method alone.
 POLICIES = ("knapspec", "knapspec-paper")
+# What a text has to be the same to, the default first: see Engine.open.
+EXACTNESS = ("default", "strict")
+# What a chat does where its context is full, the default first: say so, or drop the oldest turns.
+OVERFLOWS = ("stop", "drop")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,11 @@ class Config:
     ctx_tokens: int = 4096  # modest by default: 128k-token models must start on an 8 GB laptop
     max_verify_tokens: int = 32  # widest verification pass; rows of logits are reserved for it
     prefill_slice_tokens: int = 512  # an interrupt on a GPU is noticed between slices
+    # A chat that may forget its oldest turns does so where less than the first share of the context
+    # is left for an answer, until the second is. What stays has to be computed again, so that it is
+    # better done seldom; llama.cpp's context shift drops half of it, too.
+    overflow_min_room_share: float = 0.125
+    overflow_room_share: float = 0.5
     # Allocated graphs kept alive per context: one for drafts, one per usual width of verification.
     # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
     kept_graphs: int = 6
@@ -30,6 +39,12 @@ class Config:
     # drafting
     draft_max_tokens: int = 8  # γ tried by the planner: 1..this
     draft_min_probability: float = 0.7  # the paper's stop threshold
+
+    # exactness: where passes over several tokens are compared with passes over one
+    exact_verify_tokens: int = 16  # widest such pass; --exact strict verifies no more at once
+    # behind so many tokens, the second just before the padded cache grows; and at the context's end
+    exact_context_tokens: tuple[int, ...] = (24, 250)
+    exact_long_widths: tuple[int, ...] = (2, 3, 4, 8, 16)  # there, where passes take long
 
     # first measurement
     measure_budget_seconds: float = 15.0

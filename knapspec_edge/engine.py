@@ -6,28 +6,44 @@ planner that decides about speculation, and the text layer. It prints nothing an
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
+import threading
 import time
+import warnings as python_warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from . import arguments
 from .closing import Closing
-from .config import DEFAULTS, POLICIES, Config
+from .config import DEFAULTS, EXACTNESS, POLICIES, Config
 from .decode.loop import Clock
 from .decode.policy import FixedPolicy, Policy
-from .decode.session import Generation, Session, check_idle
-from .errors import KnapspecError, ModelError, PlanError, UsageError
+from .decode.session import Generation, Session
+from .errors import (
+    BusyError,
+    ClosedError,
+    Interrupted,
+    KnapspecError,
+    ModelError,
+    PlanError,
+    UsageError,
+)
+from .latency.exactness import Exactness, exactness
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
 from .sampling import Settings as Settings
+from .text import thoughts
 from .text.calibration import calibration_tokens, long_calibration_tokens
 from .text.stop import StopFilter
 from .text.stream import StreamDecoder
 from .text.templates import ChatTemplate, Message, choose_template
 from .text.vocabulary import Vocabulary, tokenize_prompt
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -47,6 +63,25 @@ Progress = Callable[[str, float | None], None]
 # Rounds between two looks at whether the machine still behaves as it was measured.
 _DRIFT_INTERVAL_ROUNDS = 16
 
+_ENGINE_CLOSED = "the engine was closed"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(
+    method: Callable[Concatenate[Engine, P], R],
+) -> Callable[Concatenate[Engine, P], R]:
+    """A call that has the engine to itself. Raises BusyError, ClosedError."""
+
+    @functools.wraps(method)
+    def alone(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turns:
+            self._check_free()
+            return method(self, *args, **kwargs)
+
+    return alone
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -59,6 +94,8 @@ class Speculation:
     baseline_per_second: float | None = None  # measured speed of plain decoding, tokens/s
     predicted_ratio: float | None = None  # predicted speed relative to plain decoding
     guarded: bool = False  # auto: may be given up in the middle of an answer
+    # whether drafts change no bit of what is computed, by comparison; None: not looked at
+    bit_exact: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +111,11 @@ class Answer(Closing):
 
     The texts of all events, joined, are `text`. A stop string ends it: text, tokens (with their
     log-probabilities, where asked for) and counters are cut before it alike. Raises Interrupted
-    after the last event if the computation was interrupted; what came before stays valid. Closing
-    it early does the same to the cache as an end.
+    after the last event if the computation was interrupted or the engine closed; what came before
+    stays valid. Closing it early does the same to the cache as an end. Nothing is computed but in
+    `next`.
+
+    Threads may take turns in reading it. Raises BusyError while another one is computing.
     """
 
     def __init__(
@@ -89,10 +129,20 @@ class Answer(Closing):
         speculation: Speculation,
         n_ctx: int,
         notices: tuple[str, ...] = (),
+        opening: str = "",
+        turns: Turns | None = None,
+        owner: object = None,
     ) -> None:
+        """`owner` is kept alive until the answer has ended."""
+        self.reader = threading.current_thread()  # the latest one
+        self._turns = turns or Turns()
+        self._owner = owner
+        self._broken_off: str | None = None  # why the engine ended it
         self.settings = settings  # as asked for
         self.sampling = sampling  # as it was, seed included
         self.notices = notices
+        # the beginning of the message that the prompt holds already: the mark of a thought it opens
+        self.opening = opening
         self.n_ctx = n_ctx
         self.text = ""
         self.tokens: list[TokenEvent] = []
@@ -106,8 +156,26 @@ class Answer(Closing):
         return self
 
     def __next__(self) -> TextEvent:
-        check_idle(self._events)
-        return next(self._events)
+        if self.ended:
+            if self._broken_off is not None:
+                raise Interrupted(self._broken_off)
+            raise StopIteration
+        try:
+            with self._turns:
+                self.reader = threading.current_thread()
+                return next(self._events)
+        except ClosedError:
+            if self._turns.forked:
+                raise
+            raise Interrupted(_ENGINE_CLOSED) from None  # it is being closed just now
+        except BaseException:
+            self._let_go()
+            raise
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was read to its end, closed or interrupted."""
+        return inspect.getgeneratorstate(self._events) == inspect.GEN_CLOSED
 
     @property
     def token_ids(self) -> list[int]:
@@ -145,10 +213,31 @@ class Answer(Closing):
         return found if stopped is None else replace(found, reason=stopped, guarded=True)
 
     def close(self) -> None:
-        """End the answer here; held-back text still belongs to `text`."""
-        check_idle(self._events)
+        """End the answer here; held-back text still belongs to `text`.
+
+        Raises BusyError while another thread computes: Engine.interrupt ends that.
+        """
+        if not self.ended and not self._turns.forked:
+            with self._turns:
+                self.end()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        # outside of a turn: this may be the last that is known of the engine
+        if self.ended:
+            self._owner = None
+
+    def end(self) -> None:
+        """For the engine, within a turn: as `close`."""
         self._events.close()
         self._finish()
+
+    def break_off(self) -> None:
+        """For an engine that is closed: who goes on reading gets Interrupted."""
+        if not self.ended:
+            self._broken_off = _ENGINE_CLOSED
+            self.end()
+            self.stats.finish_reason = self.stats.finish_reason or "interrupted"
 
     def _run(self) -> Generator[TextEvent, None, None]:
         try:
@@ -188,7 +277,15 @@ class Engine(Closing):
     """An open model with one conversation's worth of KV cache. A context manager.
 
     `vocabulary` and `backend` are all it needs; `Engine.open` builds both from a GGUF file.
+
+    Threads: one call at a time and one answer at a time. Threads may take turns; a call that comes
+    while another one computes, or while another living thread has an answer that it neither read to
+    its end nor closed, raises BusyError at once. In one thread a new answer ends the one before.
+    `interrupt` and `close` may be called from any thread at any time. After `close`, and in a
+    forked process, calls raise ClosedError.
     """
+
+    _owns_model = False  # opened here, so to be closed here
 
     def __init__(
         self,
@@ -202,9 +299,12 @@ class Engine(Closing):
         warnings: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
         policy: str = POLICIES[0],
+        exact: str = EXACTNESS[0],
         expected_tokens: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
+        self._turns = Turns()
+        self._interrupted = False  # asked for by `interrupt`
         self.vocabulary = vocabulary
         self.backend = backend
         self.info = info
@@ -220,6 +320,8 @@ class Engine(Closing):
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
         self.policy_name = policy
+        self.exact = exact
+        self._exactness: Exactness | None = None  # once compared
         self._policy: Policy = FixedPolicy(None)
         self._spec: str | os.PathLike[str] = "off"  # as it was asked for
         self._book: PlanBook | None = None  # what is known about plans, once measured
@@ -251,6 +353,7 @@ class Engine(Closing):
         flash_attn: str = "auto",
         spec: str | os.PathLike[str] = "auto",
         policy: str = POLICIES[0],
+        exact: str = EXACTNESS[0],
         template: str | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
@@ -264,7 +367,10 @@ class Engine(Closing):
         config.ctx_tokens. `gpu_layers`: None lets the library decide. `spec`: "auto" speculates
         where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
         file. `policy`: how drafts are planned (config.POLICIES); the published method is always on
-        unless `spec` is "off" or a file. `template`: a built-in chat template's name or a file, in
+        unless `spec` is "off" or a file. `exact`: "strict" drafts only where passes over several
+        tokens were found to compute bit for bit what passes over one do, so that every text is that
+        of `spec` "off"; flash attention is on then unless it is given, and no setting is chosen by
+        measurement. `template`: a built-in chat template's name or a file, in
         place of the model's own.
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
@@ -273,18 +379,39 @@ class Engine(Closing):
         `spec` is); without a profile llama.cpp's own choice. Where "auto" finds that speculation
         does not pay, the best settings for plain decoding hold.
 
+        An engine that is not closed is closed, with a ResourceWarning, when it is collected.
+
         Raises ModelError, LibraryError, ContextError, PlanError ("on" or a plan that cannot be
         honoured), UsageError, Interrupted.
         """
         from . import gguf_check, models
 
+        arguments.path_or_none("model", model)
+        arguments.whole_or_none("ctx", ctx)
+        arguments.whole_or_none("threads", threads)
+        arguments.whole_or_none("gpu_layers", gpu_layers)
+        arguments.whole_or_none("expected_tokens", expected_tokens)
+        arguments.text("kv_type", kv_type)
+        arguments.text("flash_attn", flash_attn)
+        arguments.path_or_none("template", template)
+        arguments.callable_or_none("progress", progress)
+        if not isinstance(config, Config):
+            raise UsageError(f"config is {config!r}; give a knapspec_edge.config.Config")
+        if purpose not in (None, "plain", "speculation"):
+            raise UsageError(f"purpose is {purpose!r}; it has to be 'plain' or 'speculation'")
+        if expected_tokens is not None and expected_tokens < 1:
+            raise UsageError(f"expected_tokens is {expected_tokens}; it has to be at least 1")
         if ctx is not None and ctx < 1:
             raise UsageError(f"the context size is {ctx}; it has to be at least 1 token")
         if threads is not None and threads < 1:
             raise UsageError(f"the number of threads is {threads}; it has to be at least 1")
         _check_spec(spec)
-        if policy not in POLICIES:
-            raise UsageError(f"--policy {policy} is unknown: choose one of {', '.join(POLICIES)}")
+        _check_policy(policy)
+        if exact not in EXACTNESS:
+            raise UsageError(f"--exact {exact} is unknown: choose one of {', '.join(EXACTNESS)}")
+        strict = exact == EXACTNESS[1]
+        if strict and flash_attn == "auto":
+            flash_attn = "on"  # llama.cpp's attention without it depends on the width of a pass
         path = models.resolve(model if model is not None else models.default_model().name)
         info = gguf_check.inspect(path)
 
@@ -309,6 +436,8 @@ class Engine(Closing):
             context = resources.enter_context(ExitStack())
 
             def best_for(purpose: str) -> Candidate | None:
+                if strict:  # settings that change with what is measured would change bits
+                    return None
                 if threads is not None and flash_attn != "auto" and kv_type != "auto":
                     return None
                 return _best_settings(
@@ -333,7 +462,10 @@ class Engine(Closing):
                         threads_batch=threads or (None if best is None else best.threads_batch),
                         kv_type=fallback_kv_type if best is None else best.kv_type,
                         flash_attn=flash_attn if best is None else best.flash_attn,
-                        max_verify_tokens=config.max_verify_tokens,
+                        max_verify_tokens=min(
+                            config.max_verify_tokens,
+                            config.exact_verify_tokens if strict else config.max_verify_tokens,
+                        ),
                     )
                 )
                 engine = cls(
@@ -345,6 +477,7 @@ class Engine(Closing):
                     warnings=warnings,
                     machine=machine,
                     policy=policy,
+                    exact=exact,
                     expected_tokens=expected_tokens,
                 )
                 engine.device = native.describe_device(backend)
@@ -366,19 +499,89 @@ class Engine(Closing):
                     context.close()
                     engine = open_with(plain)
             engine._resources = resources.pop_all()
+            engine._owns_model = True
         return engine
 
     def close(self) -> None:
-        """Free the model. The engine cannot be used afterwards; an unfinished answer ends here.
+        """Free the model. The engine cannot be used afterwards.
 
-        Raises UsageError while another thread computes an answer: `backend.interrupt()` ends it.
+        What another thread computes is interrupted and waited for, so it is safe from any thread
+        and at any time; who was reading an answer gets Interrupted. A second call does nothing.
+        Raises BusyError only within a function that a computation calls, such as `progress`.
         """
+        # a forked process frees nothing: the threads that it would wait for are not there
+        if self._turns.forked or not self._turns.end(self._interrupt_backend):
+            return
+        try:
+            self._break_off_latest()
+            self._note_drift()
+            self._keep_learned()
+        finally:
+            self._resources.close()
+
+    def __del__(self) -> None:
+        if not self._owns_model or self._turns.closed or self._turns.forked:
+            return
+        with suppress(Exception):
+            # the warning may be an error to somebody; the model is freed all the same
+            with suppress(Warning):
+                python_warnings.warn(
+                    f"unclosed {self!r}; use `with Engine.open(...)` or close()",
+                    ResourceWarning,
+                    stacklevel=2,
+                    source=self,
+                )
+            self._turns.end(self._interrupt_backend)
+            self._break_off_latest()
+            self._resources.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._turns.closed else f"n_ctx={self.n_ctx}"
+        return f"<Engine {self.name!r} {state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._turns.closed
+
+    def interrupt(self) -> None:
+        """End what is being computed, soon: an unfinished answer, a measurement.
+
+        Whoever computes gets Interrupted; of an answer, what came before stays valid, and its
+        `finish_reason` is "interrupted". From any thread, at any time; without anything to end it
+        does nothing.
+        """
+        latest = self._latest
+        if self._turns.taken or (latest is not None and not latest.ended):
+            self._interrupted = True
+            self._interrupt_backend()
+
+    def _interrupt_backend(self) -> None:
+        interrupt = getattr(self.backend, "interrupt", None)
+        if interrupt is not None:
+            interrupt()
+
+    def _break_off_latest(self) -> None:
         if self._latest is not None:
-            self._latest.close()
+            self._latest.break_off()
             self._latest = None
-        self._note_drift()
-        self._keep_learned()
-        self._resources.close()
+
+    def _check_free(self) -> None:
+        """Within a turn: no other thread has an unfinished answer. Raises BusyError."""
+        latest = self._latest
+        if latest is not None and not latest.ended:
+            reader = latest.reader
+            if reader is not threading.current_thread() and reader.is_alive():
+                raise BusyError(
+                    f"thread {reader.name!r} has an answer of this engine that it neither read to "
+                    "its end nor closed: wait for it, close() it or interrupt() it, or open the "
+                    "model once more"
+                )
+        if self._interrupted:
+            # what it was meant for has ended by itself
+            self._interrupted = False
+            clear = getattr(self.backend, "clear_interrupt", None)
+            if clear is not None:
+                clear()
 
     @property
     def n_ctx(self) -> int:
@@ -419,14 +622,22 @@ class Engine(Closing):
         """What decides round by round how answers are drafted; see decode.policy."""
         return self._policy
 
+    @_in_turn
     def set_speculation(
         self, spec: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> Speculation:
         """Choose "auto", "on", "off" or a plan file for the answers to come.
 
         Measures this machine on first use (seconds; kept on disk). Raises PlanError where "on" or a
-        plan file cannot be honoured; then what held before still holds.
+        plan file cannot be honoured; then what held before still holds. UsageError, Interrupted,
+        BusyError and ClosedError besides.
         """
+        arguments.callable_or_none("progress", progress)
+        return self._set_speculation(spec, progress)
+
+    def _set_speculation(
+        self, spec: str | os.PathLike[str], progress: Progress | None = None
+    ) -> Speculation:
         _check_spec(spec)
         chosen = self._choose(spec, progress)
         self._keep_learned()
@@ -466,8 +677,17 @@ class Engine(Closing):
         self, spec: str | os.PathLike[str], progress: Progress | None = None
     ) -> Speculation:
         if spec == "off":
-            chosen = Speculation("off", "--spec off", "none")
-        elif spec in ("auto", "on") and self.policy_name == POLICIES[1]:
+            return Speculation("off", "--spec off", "none")
+        if self.exact == EXACTNESS[1] and self.backend.refusal is None:
+            found = self._examine(progress)
+            if not found.holds:
+                if spec == "auto" and self.policy_name == POLICIES[0]:
+                    return Speculation("off", f"--exact strict: {found.reason}", "none")
+                raise PlanError(
+                    f"--exact strict cannot be honoured: {found.reason}; use --spec off, or "
+                    "--exact default"
+                )
+        if spec in ("auto", "on") and self.policy_name == POLICIES[1]:
             chosen = self._choose_paper(progress)
         elif spec in ("auto", "on"):
             decision = self._decide(progress)
@@ -491,7 +711,26 @@ class Engine(Closing):
             )
         else:
             chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(Path(spec)))
+        if chosen.state == "on":
+            found = self._examine(progress)
+            compared = chosen.draft is None or chosen.draft.max_tokens < found.tokens
+            chosen = replace(chosen, bit_exact=found.holds and compared)
         return chosen
+
+    def _examine(self, progress: Progress | None) -> Exactness:
+        """Whether verification is bit for bit plain decoding here; looked at once and kept."""
+        if self._exactness is None:
+            self.session.reset()  # the comparison needs the whole context
+            with self.interruptible():
+                self._exactness = exactness(
+                    self.backend,
+                    self._model_key(),
+                    calibration_tokens(self.vocabulary, self._template),
+                    self.config,
+                    self._store(),
+                    None if progress is None else lambda share: progress("measure", share),
+                )
+        return self._exactness
 
     def _choose_paper(self, progress: Progress | None) -> Speculation:
         """The published method needs the costs of sublayers and decides nothing before it runs."""
@@ -539,6 +778,7 @@ class Engine(Closing):
                 )
         return self._decision
 
+    @_in_turn
     def profile(
         self, budget_seconds: float = 30.0, *, progress: Progress | None = None
     ) -> LatencyProfile:
@@ -547,8 +787,11 @@ class Engine(Closing):
         Forgets the conversation's keys and ends an unfinished answer; the next "auto" or "on"
         decides afresh. Other settings are compared by `knapspec-edge profile`. Raises PlanError for
         a model whose sublayers are not recognised, UsageError for a budget that is not positive and
-        finite, ContextError for a context of less than 16 tokens, Interrupted.
+        finite, ContextError for a context of less than 16 tokens, Interrupted, BusyError,
+        ClosedError.
         """
+        arguments.number("budget_seconds", budget_seconds)
+        arguments.callable_or_none("progress", progress)
         from .latency import kept
         from .latency.profiler import measure_latency
 
@@ -575,9 +818,10 @@ class Engine(Closing):
         self._drifted = False
         if not isinstance(self._policy, FixedPolicy):
             # it decided by the costs that were measured before
-            self.set_speculation(self._spec)
+            self._set_speculation(self._spec)
         return profile
 
+    @_in_turn
     def plan(
         self,
         context_tokens: int | None = None,
@@ -592,8 +836,18 @@ class Engine(Closing):
         context demands) unless a measurement of this context is kept. Forgets the conversation's
         keys and ends an unfinished answer; how answers are speculated stays as it is. Raises
         PlanError for a model whose sublayers are not recognised and for a measurement that failed,
-        UsageError for a context that does not fit, Interrupted.
+        UsageError for a context that does not fit, Interrupted, BusyError, ClosedError.
         """
+        arguments.whole_or_none("context_tokens", context_tokens)
+        arguments.callable_or_none("progress", progress)
+        if budget_seconds is not None:
+            arguments.number("budget_seconds", budget_seconds)
+            if not 0.0 < budget_seconds < math.inf:
+                raise UsageError(
+                    f"the budget is {budget_seconds} seconds; it has to be more than 0 and finite"
+                )
+        if policy is not None:
+            _check_policy(policy)
         from .search import outlook, planner
 
         if self.backend.refusal is not None:
@@ -643,6 +897,28 @@ class Engine(Closing):
             config,
             policy=policy or self.policy_name,
         )
+
+    @_in_turn
+    def kept_outlook(self) -> Outlook | None:
+        """What "auto" goes by with this model and these settings, from what is kept on disk.
+
+        None where nothing was measured yet. Measures nothing. Raises BusyError, ClosedError.
+        """
+        from .search import outlook, planner
+
+        if self.backend.refusal is not None:
+            return None
+        decision = planner.kept_decision(
+            self.backend,
+            self._model_key(),
+            calibration_tokens(self.vocabulary, self._template),
+            self.config,
+            self._store(),
+        )
+        if decision is None:
+            return None
+        settings = getattr(self.backend, "settings", {})
+        return outlook.outlook(decision, self.backend.sublayers, settings, self.config)
 
     def _model_key(self) -> dict[str, Any]:
         return {"model": self.fingerprint(), **self._machine}
@@ -714,6 +990,7 @@ class Engine(Closing):
 
     # -- answers
 
+    @_in_turn
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -726,20 +1003,26 @@ class Engine(Closing):
 
         `parse_special`: control-token strings in a text prompt are control tokens. Raises at once
         UsageError for settings out of range or an empty prompt, ContextError if the prompt leaves
-        no room. The KV cache is reused as far as prompts agree.
+        no room, BusyError, ClosedError. The KV cache is reused as far as prompts agree.
         """
         if isinstance(prompt, str):
             tokens = tokenize_prompt(self.vocabulary, prompt, parse_special=parse_special)
         else:
-            tokens = [int(token) for token in prompt]
+            tokens = arguments.token_ids(prompt)
             outside = next((t for t in tokens if not 0 <= t < self.backend.n_vocab), None)
             if outside is not None:
                 raise UsageError(
                     f"the prompt holds token {outside}; this model's tokens are "
                     f"0..{self.backend.n_vocab - 1}"
                 )
-        return self._answer(tokens, settings or Settings(), starts_text=False, progress=progress)
+        return self._answer(
+            tokens,
+            _settings(settings),
+            starts_text=False,
+            progress=progress,
+        )
 
+    @_in_turn
     def chat(
         self,
         messages: Sequence[Message],
@@ -751,15 +1034,18 @@ class Engine(Closing):
 
         Raises as `generate`, and ModelError where the model has no usable chat template.
         """
+        arguments.messages(messages)
         template = self.require_template()
-        rendered = template.apply(messages)
+        settings = _settings(settings)
+        rendered = template.apply(messages, think=settings.think)
         return self._answer(
             rendered.tokens,
-            settings or Settings(),
+            settings,
             starts_text=True,
             progress=progress,
             template=template,
             notices=rendered.notices,
+            opening=thoughts.opening(rendered.text),
         )
 
     def require_template(self) -> ChatTemplate:
@@ -783,7 +1069,9 @@ class Engine(Closing):
         progress: Progress | None,
         template: ChatTemplate | None = None,
         notices: tuple[str, ...] = (),
+        opening: str = "",
     ) -> Answer:
+        arguments.callable_or_none("progress", progress)
         sampling = settings.sampling()
         extra_ends = frozenset[int]() if template is None else template.extra_end_tokens
         extra_stop = () if template is None else template.stop
@@ -794,7 +1082,7 @@ class Engine(Closing):
             starts_text = False
             if settings.json_schema is not None:
                 extra_stop = ()
-        stop = StopFilter((*settings.stop, *extra_stop))
+        stop = StopFilter((*settings.stop_texts(), *extra_stop))
 
         def is_end(token: int) -> bool:
             return token in extra_ends or self.backend.is_end(token)
@@ -815,6 +1103,8 @@ class Engine(Closing):
             progress=prompt_progress,
             watch=self._watch,
         )
+        if self._latest is not None and not self._latest.ended:
+            self._latest.end()
         self._latest = Answer(
             generation,
             StreamDecoder(self.vocabulary, starts_text=starts_text),
@@ -824,6 +1114,9 @@ class Engine(Closing):
             speculation=self.speculation,
             n_ctx=self.n_ctx,
             notices=(*notices, *settings.notices()),
+            opening=opening,
+            turns=self._turns,
+            owner=self,
         )
         return self._latest
 
@@ -883,9 +1176,26 @@ def _settings_reason(best: Candidate, threads: int | None, kv_type: str, flash_a
     return f"{', '.join(parts)}: the best measured"
 
 
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise UsageError(f"--policy {policy} is unknown: choose one of {', '.join(POLICIES)}")
+
+
+def _settings(settings: Settings | None) -> Settings:
+    if settings is None:
+        return Settings()
+    if not isinstance(settings, Settings):
+        raise UsageError(
+            f"settings is a {type(settings).__name__}; give knapspec_edge.Settings(...)"
+        )
+    return settings
+
+
 def _check_spec(spec: str | os.PathLike[str]) -> None:
     if isinstance(spec, str) and spec in ("auto", "on", "off"):
         return
+    if not isinstance(spec, str | os.PathLike):
+        raise UsageError(f"spec is {spec!r}; give auto, on, off, or the path of a plan file")
     try:
         is_file = Path(spec).is_file()
     except (OSError, ValueError):  # too long, a zero byte, a folder that may not be read

@@ -19,6 +19,15 @@ class UsageError(KnapspecError):
     exit_code = 2
 
 
+class BusyError(UsageError):
+    """The engine is in use: by a call in another thread or around this one, or by an answer that
+    another thread has neither read to its end nor closed."""
+
+
+class ClosedError(UsageError):
+    """The engine was closed, or belongs to the process that this one was forked from."""
+
+
 class ModelError(KnapspecError):
     """A model file is missing, damaged, or not what this program reads."""
 

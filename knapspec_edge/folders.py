@@ -1,4 +1,4 @@
-"""Where this program keeps what it can make again."""
+"""Where this program keeps things of its own, and where users write what they want."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """The user's cache folder of this program; KNAPSPEC_EDGE_CACHE overrides it."""
+    """What can be made again: the user's cache folder of this program, or KNAPSPEC_EDGE_CACHE."""
     override = os.environ.get("KNAPSPEC_EDGE_CACHE")
     if override:
         return Path(override).expanduser().absolute()
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("knapspec-edge", appauthor=False))
+
+
+def state_root() -> Path:
+    """What is remembered from one run to the next: the user's state folder of this program."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("knapspec-edge", appauthor=False))
+
+
+def config_file() -> Path | None:
+    """The user's configuration file, whether there is one or not. KNAPSPEC_EDGE_CONFIG names
+    another one; where that is empty, None: there is none."""
+    override = os.environ.get("KNAPSPEC_EDGE_CONFIG")
+    if override is not None:
+        return Path(override).expanduser().absolute() if override else None
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("knapspec-edge", appauthor=False)) / "config.toml"

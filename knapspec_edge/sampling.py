@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
+from . import arguments
 from .errors import UsageError
 from .records import Grammar, Sampling
 
@@ -43,6 +44,7 @@ class Value:
     def check(self, value: Any) -> None:
         """Raises UsageError, one line, for what is no number or outside the range."""
         is_number = isinstance(value, Integral if self.whole else Real)
+        is_number = is_number and not isinstance(value, bool)
         if not is_number or not self.low <= value <= self.high:  # nan is in no range
             kind = "whole number" if self.whole else "number"
             high = MAX_COUNT if self.high == MAX_COUNT else f"{self.high:g}"
@@ -85,13 +87,14 @@ class Settings:
     added to their logits; -inf forbids a token. `grammar` (GBNF, root rule "root") or `json_schema`
     (text or the schema itself; an empty one is any JSON value) is the form of the answer, not both.
     `logprobs`: report log-probabilities, and so many of the most probable tokens with each.
+    `think`: whether to think before answering, for chat templates with a switch for it.
     """
 
     temperature: float | None = None
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: until the model ends, or the context does
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()  # the answer ends before the first of these texts
     preset: str = DEFAULT_PRESET
     top_k: int | None = None  # 0: off
     top_p: float | None = None  # 1: off
@@ -105,6 +108,7 @@ class Settings:
     grammar: str | None = None
     json_schema: str | Mapping[str, Any] | bool | None = None
     logprobs: int | None = None
+    think: bool | None = None  # None: as the chat template does by itself
 
     def sampling(self) -> Sampling:
         """The sampler's record, with the seed that is really used.
@@ -112,17 +116,26 @@ class Settings:
         Raises UsageError, one line, for a value out of its range and for a form that cannot be
         read, as far as that shows without a model.
         """
-        if self.preset not in PRESETS:
+        if not isinstance(self.preset, str) or self.preset not in PRESETS:
             raise UsageError(
                 f"there is no preset {self.preset!r}; choose one of {', '.join(PRESETS)}"
             )
         for name, value in VALUES.items():
             if getattr(self, name) is not None:
                 value.check(getattr(self, name))
+        arguments.whole_or_none("the seed", self.seed)
         if self.seed is not None and not -1 <= self.seed <= MAX_SEED:
             raise UsageError(f"the seed is {self.seed}; it has to be -1 or a number up to 2^63-1")
+        arguments.whole_or_none("max-tokens", self.max_tokens)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"max-tokens is {self.max_tokens}; it has to be at least 1")
+        if self.temperature_first not in (None, True, False):
+            raise UsageError(f"temperature-first is {self.temperature_first!r}; give True or False")
+        for text in self.stop_texts():
+            arguments.text("a stop text", text)
+            if not text:
+                raise UsageError("a stop string must not be empty")
+        arguments.text_or_none("the grammar", self.grammar)
         if self.logprobs is not None:
             _LOGPROBS.check(self.logprobs)
         chosen = replace(
@@ -137,6 +150,15 @@ class Settings:
             # Greedy decoding uses no random numbers, so no seed needs to be remembered.
             seed = secrets.randbelow(2**32) if chosen.temperature > 0.0 else 0
         return replace(chosen, seed=seed)
+
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts that end the answer. Raises UsageError where `stop` holds none."""
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        try:
+            return tuple(self.stop)
+        except TypeError:
+            raise UsageError(f"stop is {self.stop!r}; give a text or several") from None
 
     def notices(self) -> tuple[str, ...]:
         """What was asked for and has no effect, one line each. Raises as `sampling`."""
@@ -166,6 +188,8 @@ class Settings:
         return {_RECORD_FIELD.get(n, n): v for n, v in values.items() if v is not None}
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit-bias is {self.logit_bias!r}; give {{token id: bias}}")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, Integral) or token < 0:
                 raise UsageError(f"logit-bias: {token!r} is no token id")
@@ -251,6 +275,7 @@ def to_json(settings: Settings, sampling: Sampling) -> dict[str, Any]:
         # JSON has no infinity; "false" is llama.cpp's word for a token that is forbidden
         "logit_bias": {str(t): b if math.isfinite(b) else False for t, b in sampling.logit_bias},
         "form": form,
+        **({} if settings.think is None else {"think": settings.think}),
     }
 
 

@@ -12,13 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TextIO
+
+from .styling import Styler
 
 # A stage that ends within this time shows no progress: a line that flashes up helps nobody.
 PROGRESS_DELAY_SECONDS = 1.0
 # Remaining time is estimated from what is done; before this share and time it would be a guess.
 _ESTIMATE_MIN_SHARE = 0.02
 _ESTIMATE_MIN_SECONDS = 2.0
+_BAR_COLUMNS = 24
 PROGRAM = "knapspec-edge"
 # Columns of what is shown in a file or pipe, unless COLUMNS says otherwise.
 _FILE_COLUMNS = 100
@@ -69,6 +73,7 @@ class Terminal:
         self._progress = _ProgressLine(self.err) if self.err_is_terminal and not quiet else None
         self._mid_line = False
         self._styled: Any = None
+        self._styler: Styler | None = None  # of the answer that is being shown
         for stream, is_tty in ((self.out, self.out_is_terminal), (self.err, self.err_is_terminal)):
             # Files and pipes get UTF-8 whatever the locale; a terminal shows what it can.
             reconfigure = getattr(stream, "reconfigure", None)
@@ -85,6 +90,29 @@ class Terminal:
         self._mid_line = not text.endswith("\n")
         self.out.write(text.translate(_UNSAFE) if self.out_is_terminal else text)
         self.out.flush()
+
+    def answer(self, text: str, *, thought: bool = False) -> None:
+        """A piece of an answer in a conversation, shown at once; where there are colours, Markdown
+        and thoughts have theirs."""
+        if self._styler is None and text and self._has_colours:
+            self._styler = Styler()
+        if self._styler is None:
+            self.text(text)
+        elif text:
+            self.clear_progress()
+            self._mid_line = not text.endswith("\n")
+            self.out.write(self._styler.push(text.translate(_UNSAFE), thought=thought))
+            self.out.flush()
+
+    @cached_property
+    def _has_colours(self) -> bool:
+        """Whether standard output takes codes for colours; NO_COLOR and dumb terminals do not."""
+        if not self.out_is_terminal:
+            return False
+        from rich.console import Console
+
+        console = Console(file=self.out)
+        return console.color_system not in (None, "windows") and not console.no_color
 
     @property
     def columns(self) -> int:
@@ -130,14 +158,29 @@ class Terminal:
 
     def end_line(self) -> None:
         """Start a new line on standard output unless it is at the start of one."""
+        if self._styler is not None:
+            self.out.write(self._styler.end())
+            self.out.flush()
+            self._styler = None
         if self._mid_line:
             self.text("\n")
 
     # -- standard error
 
+    def clear_echo(self) -> None:
+        """What is written next goes over the ^C that a terminal shows at the start of a line."""
+        if self.err_is_terminal:
+            self.clear_progress()
+            self.err.write("\r")
+
     def notice(self, text: str) -> None:
         """Something worth knowing, dim; only where somebody watches."""
         if self.shows_notices:
+            self._line(text, "dim")
+
+    def reply(self, text: str) -> None:
+        """What a command that somebody typed has to say; like a notice, but never too much."""
+        if self.shows_notices or self.err_is_terminal:
             self._line(text, "dim")
 
     def warning(self, text: str) -> None:
@@ -147,19 +190,18 @@ class Terminal:
     def error(self, text: str) -> None:
         self._line(f"{PROGRAM}: error: {text}", "bold red")
 
-    def progress(self, stage: str, share: float | None) -> None:
-        """How far a slow stage is (0..1, None: unknown); shown once it has lasted a moment."""
+    def progress(self, stage: str, share: float | None, detail: str = "") -> None:
+        """How far a slow stage is (0..1, None: unknown), and more in words; shown once it has
+        lasted a moment."""
         if self._progress is not None:
-            self._progress.update(_STAGES.get(stage, stage), share)
+            self._progress.update(_STAGES.get(stage, stage), share, detail=detail)
 
     def job_progress(self, text: str, share: float, elapsed_seconds: float) -> None:
         """How far a job of many pieces is, which has taken so long; `text` says what it is doing.
         Unlike a stage it goes on after something else was shown."""
         if self._progress is not None:
-            from rich.markup import escape
-
             left = remaining_seconds(share, elapsed_seconds)
-            self._progress.update("job", share, escape(text.translate(_UNSAFE)), left)
+            self._progress.update("job", share, text.translate(_UNSAFE), left)
 
     def clear_progress(self) -> None:
         if self._progress is not None:
@@ -167,8 +209,8 @@ class Terminal:
 
     def _line(self, text: str, style: str) -> None:
         self.clear_progress()
-        if self._mid_line and self.err_is_terminal and self.out_is_terminal:
-            self.text("\n")
+        if self.err_is_terminal and self.out_is_terminal:
+            self.end_line()
         try:
             self._show_line(text, style)
         except OSError:
@@ -224,6 +266,7 @@ class _ProgressLine:
         share: float | None,
         text: str | None = None,
         left_seconds: float | None = None,
+        detail: str = "",
     ) -> None:
         """`text` stands for the stage's name, and then the caller knows the remaining time."""
         with self._lock:
@@ -242,7 +285,7 @@ class _ProgressLine:
             if text is None and share is not None:
                 left = remaining_seconds(share, now - self._begun)
             self._end = None if left is None else now + left
-            self._text = text or stage
+            self._text = text or (f"{stage}: {detail}" if detail else stage)
             self._refresh()
 
     def left(self) -> str:
@@ -261,54 +304,58 @@ class _ProgressLine:
             bar.stop()
 
     def _show(self, stage: str) -> None:
+        from rich.cells import set_cell_size
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            ProgressColumn,
-            Task,
-            TextColumn,
-            TimeElapsedColumn,
-        )
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
+        from rich.table import Table
         from rich.text import Text
 
         line = self
+        bar_column, elapsed_column = BarColumn(bar_width=_BAR_COLUMNS), TimeElapsedColumn()
 
-        class Left(ProgressColumn):
-            """Counts down between two reports."""
+        class Screen(Console):
+            """Leaves the cursor: whatever ends or stops the process would leave it hidden."""
 
-            def render(self, task: Task) -> Text:
-                return Text(line.left(), style="dim")
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
 
+        class Line(ProgressColumn):
+            """As much as the terminal is wide for; what matters least goes first."""
+
+            def render(self, task: Task) -> Table:
+                text = Text(line._text, style="dim")
+                share = "" if line._share is None else f"{line._share:4.0%}"
+                left = Text(line.left(), style="dim")  # counts down between two reports
+                elapsed = elapsed_column.render(task)
+                room = screen.width - 1 - text.cell_len
+                with_elapsed = 1 + len(share) + 1 + elapsed.cell_len + 1 + left.cell_len
+                cells: list[Any] = [share]
+                if room >= with_elapsed:
+                    cells += [elapsed, left]
+                    if room >= with_elapsed + 1 + _BAR_COLUMNS:
+                        cells.insert(0, bar_column.render(task))
+                elif room < 1 + len(share):
+                    width = max(2, screen.width - 2 - len(share))
+                    text = Text(set_cell_size(line._text, width - 1) + "…", style="dim")
+                grid = Table.grid(padding=(0, 1))
+                for _ in range(1 + len(cells)):
+                    grid.add_column(no_wrap=True)
+                grid.add_row(text, *cells)
+                return grid
+
+        screen = Screen(file=self._stream)
         bar = Progress(
-            TextColumn("[dim]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[percent]}"),
-            TimeElapsedColumn(),
-            Left(),
-            console=Console(file=self._stream),
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
+            Line(), console=screen, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         with self._lock:
             if self._stage != stage or self._bar is not None:
                 return
             self._bar = bar
-            self._task = bar.add_task(self._text, total=None, percent="")
+            self._task = bar.add_task("", total=None)
             self._refresh()
             bar.start()
 
     def _refresh(self) -> None:
-        if self._bar is None:
-            return
-        if self._share is None:
-            self._bar.update(self._task, description=self._text, total=None, percent="")
-        else:
-            self._bar.update(
-                self._task,
-                description=self._text,
-                total=1.0,
-                completed=self._share,
-                percent=f"{self._share:4.0%}",
-            )
+        if self._bar is not None:
+            share = self._share
+            self._bar.update(self._task, total=None if share is None else 1.0, completed=share)

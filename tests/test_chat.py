@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from fake_vocabulary import FakeVocabulary
 from fakes import interrupted
 from scripted import fake_of, scripted_engine
 
-from knapspec_edge.apps.chat import SETTING_NAMES, CommandResult, Conversation
+from knapspec_edge.apps.chat import SETTING_NAMES, CommandResult, Commands
+from knapspec_edge.apps.conversation import Conversation
 from knapspec_edge.engine import Settings
 from knapspec_edge.errors import ContextError, Interrupted, ModelError, UsageError
 from knapspec_edge.repl import converse
@@ -25,7 +27,7 @@ def say(conversation: Conversation, text: str) -> str:
 
 
 def command(conversation: Conversation, line: str) -> str:
-    result = conversation.command(line)
+    result = Commands(conversation).run(line)
     assert isinstance(result, CommandResult)
     return result.text
 
@@ -41,7 +43,7 @@ def chat(
     """Exit code, standard output, standard error of a conversation with these lines."""
     waiting = iter(lines)
 
-    def read() -> str:
+    def read(begun: str = "") -> str:
         line = next(waiting, EOFError())
         if isinstance(line, BaseException):
             raise line
@@ -123,7 +125,8 @@ def test_full_context_says_both_numbers_and_loses_nothing() -> None:
     say(conversation, "hello")
     before = conversation.messages
     with pytest.raises(
-        ContextError, match=r"conversation is full.* \d+ tokens.*120.*--ctx.*/clear"
+        ContextError,
+        match=r"is full.* 145 tokens.* 120; /clear.*--ctx.*/set overflow drop",
     ):
         say(conversation, "y" * 100)
     assert conversation.messages == before
@@ -163,7 +166,7 @@ def test_help_lists_every_command() -> None:
     text = command(conversation, "/help")
     for name in ("/help", "/clear", "/set", "/stats", "/exit"):
         assert name in text
-        assert name in conversation.command_names
+        assert name in Commands(conversation).names
 
 
 def test_clear_forgets_all_but_the_system_prompt() -> None:
@@ -215,14 +218,14 @@ def test_bad_commands_are_one_line_and_change_nothing(line: str) -> None:
         assert "temp" in command(conversation, line)
     else:
         with pytest.raises(UsageError) as caught:
-            conversation.command(line)
+            Commands(conversation).run(line)
         assert "\n" not in str(caught.value)
     assert conversation.settings == before
 
 
 def test_two_slashes_say_one() -> None:
-    assert Conversation(scripted_engine()).command("//etc/hosts") == "/etc/hosts"
-    assert Conversation(scripted_engine()).command("hello") == "hello"
+    assert Commands(Conversation(scripted_engine())).run("//etc/hosts") == "/etc/hosts"
+    assert Commands(Conversation(scripted_engine())).run("hello") == "hello"
 
 
 def test_stats_after_and_before_an_answer() -> None:
@@ -256,7 +259,7 @@ def test_error_costs_a_turn_at_the_keyboard_and_ends_a_script() -> None:
     code, out, err = chat(Conversation(scripted_engine(n_ctx=100)), lines)
     assert code == 0
     assert out == "You said: hello\n"
-    assert "knapspec-edge: error: the prompt has" in err
+    assert "knapspec-edge: error: the message is too long: the prompt has 206" in err
     assert "Traceback" not in err
     with pytest.raises(ContextError):
         chat(Conversation(scripted_engine(n_ctx=100)), lines, interactive=False)
@@ -285,6 +288,24 @@ def test_interrupt_stops_the_answer_and_the_talk_goes_on(interactive: bool) -> N
     else:
         assert code == 130
         assert out == "A B \n"
+    assert conversation.messages[1]["content"] == "A B "
+
+
+def test_a_second_press_before_the_first_was_noticed_leaves() -> None:
+    engine = scripted_engine(lambda q: f"A B C D {q}")
+    conversation = Conversation(engine)
+    backend = fake_of(engine)
+    backend.interruptible = nullcontext  # type: ignore[attr-defined]  # a first press: Interrupted
+    decodes = 0
+
+    def press(call: str) -> None:
+        nonlocal decodes
+        decodes += call == "decode"
+        if decodes == 4:
+            raise KeyboardInterrupt
+
+    backend.on_call = press
+    assert chat(conversation, ["hello", "the"])[:2] == (130, "A B \n")
     assert conversation.messages[1]["content"] == "A B "
 
 
@@ -345,7 +366,17 @@ def test_a_preset_resets_the_numbers_and_leaves_the_rest() -> None:
 def test_only_what_is_on_is_shown() -> None:
     conversation = Conversation(scripted_engine())
     names = [line.split()[0] for line in command(conversation, "/set").splitlines()]
-    assert names == ["preset", "temp", "seed", "max-tokens", "stop", "spec", "system", "context"]
+    assert names == [
+        "preset",
+        "temp",
+        "seed",
+        "max-tokens",
+        "stop",
+        "spec",
+        "system",
+        "overflow",
+        "context",
+    ]
     shown = command(conversation, "/set repeat-penalty 1.3")
     assert "repeat-penalty  1.3" in shown
     assert "repeat-last-n   64" in shown
@@ -380,7 +411,7 @@ def test_bad_sampling_settings_are_one_line_and_change_nothing(line: str) -> Non
     conversation = Conversation(scripted_engine())
     before = conversation.settings
     with pytest.raises(UsageError) as caught:
-        conversation.command(line)
+        Commands(conversation).run(line)
     assert "\n" not in str(caught.value)
     assert conversation.settings == before
 
@@ -390,7 +421,7 @@ def test_a_grammar_that_cannot_be_read_is_refused_when_it_is_set(tmp_path: Path)
     file.write_text("root ::= missing", encoding="utf-8")
     conversation = Conversation(scripted_engine())
     with pytest.raises(UsageError, match="the grammar cannot be read"):
-        conversation.command(f"/set grammar {file}")
+        command(conversation, f"/set grammar {file}")
     assert conversation.settings.grammar is None
 
 

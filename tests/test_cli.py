@@ -614,6 +614,62 @@ def test_chat_reads_lines_from_a_pipe(opened: Opened) -> None:
     assert invoke("chat", pipe="/nonsense\n").exit_code == 2
 
 
+def test_chat_goes_on_from_a_file_and_keeps_it(opened: Opened, tmp_path: Path) -> None:
+    file = str(tmp_path / "talk.json")
+    assert invoke("chat", "--save", file, "--system", "the", pipe="hello\n").exit_code == 0
+    again = invoke("chat", "--save", file, pipe="in\n")
+    assert again.exit_code == 2
+    assert "--load" in one_line(again)
+    went_on = invoke("chat", "--load", file, "--save", file, "-v", pipe="in\n/regen\n/edit user\n")
+    assert went_on.exit_code == 0
+    assert went_on.stdout == "You said: in\n" * 2 + "You said: user\n"
+    assert "loaded 1 turn" in went_on.stderr
+    saved = json.loads(Path(file).read_text(encoding="utf-8"))
+    assert [m["content"] for m in saved["messages"]] == [
+        "hello", "You said: hello", "user", "You said: user",
+    ]  # fmt: skip
+    assert saved["system"] == "the"
+
+
+@pytest.mark.parametrize("option", ["--load", "--save"])
+def test_what_is_wrong_with_a_file_is_said_before_the_model_is_opened(
+    opened: Opened, tmp_path: Path, option: str
+) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("mine", encoding="utf-8")
+    result = invoke("chat", option, str(file), pipe="hello\n")
+    assert result.exit_code == 2
+    assert "is no saved conversation" in one_line(result)
+    assert file.read_text(encoding="utf-8") == "mine"
+    assert opened.calls == []
+
+
+def test_chat_says_no_to_what_its_template_cannot(opened: Opened) -> None:
+    for command in (["chat"], ["run", "hello"]):
+        result = invoke(*command, "--no-think", pipe="")
+        assert result.exit_code == 2
+        assert "no switch for thinking" in one_line(result)
+    raw = invoke("run", "--raw", "hello", "--think")
+    assert raw.exit_code == 2
+
+
+def test_overflow_and_history_come_from_the_environment(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KNAPSPEC_EDGE_OVERFLOW", "drop")
+    assert "overflow    drop" in invoke("chat", "-v", pipe="/set\n").stderr
+    assert invoke("chat", "--overflow", "maybe", pipe="").exit_code == 2
+
+
+def test_edit_in_a_pipe_takes_its_text_along(opened: Opened) -> None:
+    result = invoke("chat", pipe="hello\n/edit\n")
+    assert result.exit_code == 2
+    assert (
+        result.stderr
+        == "knapspec-edge: error: /edit: give the text of the question, as in /edit Why?\n"
+    )
+
+
 # -- doctor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -290,6 +291,31 @@ def test_the_progress_line_shows_what_is_left(monkeypatch: pytest.MonkeyPatch) -
     line.clear()
     assert "measuring passes" in stream.getvalue()
     assert "10 s left" in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [120, 100, 60, 40, 25])
+def test_the_progress_line_is_one_line_and_leaves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr(terminal, "PROGRESS_DELAY_SECONDS", 1e6)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    now = [0.0]
+    stream = FakeTty()
+    line = terminal._ProgressLine(stream, clock=lambda: now[0])
+    line.update("job", 0.5, "3 of 20 · 12.3/min · licences/[GPL].txt", 125.0)
+    line._show("job")
+    line._bar.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = shown.split("\r")[-1].rstrip()
+    assert "\x1b[?25l" not in stream.getvalue()
+    line.clear()
+    assert "\n" not in last
+    assert len(last) <= columns
+    assert last.startswith("3 of 20 · 12.3/min")
+    assert "50%" in last
+    assert ("min left" in last) == (columns >= 60 + 5)
+    assert ("━" in last) == (columns >= 100)
 
 
 def test_stages_of_a_profile_have_names() -> None:

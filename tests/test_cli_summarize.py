@@ -379,6 +379,9 @@ def test_an_error_while_answering_is_one_documents(opened: Opened) -> None:
         (["--prompt-file", "none.txt", "a.txt"], 2, "cannot read none.txt"),
         (["--prompt-file", "empty.txt", "a.txt"], 2, "empty.txt is empty"),
         (["--prompt-file", "binary.bin", "a.txt"], 2, "binary.bin is not UTF-8 text"),
+        (["--prompt-file", "nul.bin", "a.txt"], 2, "nul.bin is not text"),
+        (["--encoding", "hex", "a.txt"], 2, "there is no encoding hex"),
+        (["--encoding", "undefined", "a.txt"], 2, "there is no encoding undefined"),
         (["--prompt-file", "a.txt", "--style", "bullets", "a.txt"], 2, "exclude each other"),
         (["--min-p", "2", "a.txt"], 2, "min-p"),
         (["-o", "no/out.jsonl", "a.txt"], 2, "cannot write"),
@@ -392,6 +395,7 @@ def test_a_request_that_makes_no_sense_is_one_line(
     write("a.txt")
     Path("empty.txt").touch()
     Path("binary.bin").write_bytes(b"\xff\xfe\xfd")
+    Path("nul.bin").write_bytes(bytes(9))
     result = invoke(*arguments)
     assert result.exit_code == exit_code
     assert part in error_line(result)

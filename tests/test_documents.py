@@ -247,6 +247,33 @@ def test_odd_markup(reads, odd):
     assert "text" in reads("a.html", f"<p>text</p>{odd}<p>more</p>").text
 
 
+@pytest.mark.parametrize("charset", ["undefined", "punycode", "idna", "hex", "nonsense"])
+def test_a_page_that_declares_no_encoding_of_text(reads, charset):
+    pytest.importorskip("markdownify")
+    head = f"<html><head><meta charset='{charset}'></head><body>".encode()
+    document = reads("a.html", head + "Café au lait, très bon</body></html>".encode("latin-1"))
+    assert document.text == "Café au lait, très bon"
+
+
+@pytest.mark.parametrize("encoding", ["hex", "rot13", "undefined", "nonsense", "a\0b"])
+def test_what_is_no_encoding_of_text_cannot_be_asked_for(reads, encoding):
+    with pytest.raises(UsageError, match="there is no encoding"):
+        reads("a.txt", "text", encoding=encoding)
+
+
+def test_an_encoding_that_tells_no_place(reads):
+    with pytest.raises(DocumentError, match="is not punycode"):
+        reads("a.txt", "A hare hid, and a fox came.", encoding="punycode")
+
+
+def test_a_form_around_a_page_is_no_form(reads):
+    pytest.importorskip("markdownify")
+    search = "<form><select><option>One</select>Search</form>"
+    assert reads("a.html", f"<body>{search}<p>A long text.</p></body>").text == "A long text."
+    page = "<body><form id='aspnetForm'><p>A long text.</p></form></body>"
+    assert reads("a.html", page).text == "A long text."
+
+
 def test_html_without_text(refused):
     pytest.importorskip("markdownify")
     assert "no text" in refused("a.html", "<html><script>var x = 1</script></html>")
@@ -270,6 +297,19 @@ def test_pdf_with_some_pages_scanned(reads):
 def test_pdf_by_content_whatever_its_name(reads):
     pytest.importorskip("pypdfium2")
     assert reads("a.txt", b"junk\n" + sample.pdf([["Text"]])).kind == "pdf"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("pdf.md", "# Notes\nSuch a file begins with %PDF-1.7 and ends with %%EOF.\n"),
+        ("pdf.txt", "%PDF-1.7 is how a PDF begins.\n"),
+        ("gguf.md", "GGUF is a format for models.\n"),
+        ("zip.md", "PK is how archives begin.\n"),
+    ],
+)
+def test_text_about_a_format_is_text(reads, name, content):
+    assert reads(name, content).text == content
 
 
 def test_pdf_without_text_or_that_cannot_be_opened(refused):
@@ -321,7 +361,16 @@ def test_epub_that_cannot_be_read(refused):
     }
     assert "DRM" in refused("a.epub", sample.epub({"a.xhtml": "x"}, extra=drm))
     broken = {"META-INF/container.xml": "<container/>"}
-    assert "damaged" in refused("b.epub", sample.archive(broken))
+    told = "b.epub is damaged, or not EPUB after all: its list of contents is missing"
+    assert refused("b.epub", sample.archive(broken)) == told
+    absent = sample.archive(
+        {"META-INF/container.xml": '<container><rootfile full-path="a.opf"/></container>'}
+    )
+    assert refused("b.epub", absent) == told
+    package = '<package><item id="a" href="a.xhtml"/><itemref idref="a"/></package>'
+    container = '<container><rootfile full-path="b.opf"/></container>'
+    book = sample.archive({"META-INF/container.xml": container, "b.opf": package})
+    assert refused("d.epub", book) == "d.epub holds no text (1 of 1 chapters are missing)"
     entities = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa">' + "".join(
         f'<!ENTITY {chr(98 + i)} "{f"&{chr(97 + i)};" * 10}">' for i in range(9)
     )
@@ -349,10 +398,33 @@ def test_what_unpacks_to_too_much_is_not_unpacked(refused, monkeypatch):
     monkeypatch.setattr("knapspec_edge.text.documents.archives.DEFAULTS", limited)
     entries = {"META-INF/container.xml": "", "a.xhtml": "a" * 20_000}
     assert "unpacks to" in refused("a.epub", sample.archive(entries))
+    # chapters may be named anything, and one of them many times
+    package = '<package><item id="a" href="a.dat"/>' + '<itemref idref="a"/>' * 4 + "</package>"
+    entries = {
+        "META-INF/container.xml": '<container><rootfile full-path="b.opf"/></container>',
+        "b.opf": package,
+        "a.dat": "a" * 3_000,
+    }
+    assert "unpacks to" in refused("a.epub", sample.archive(entries))
 
 
 # ---------------------------------------------------------------------------------------------
 # What cannot be read at all
+
+
+def test_what_nobody_could_see_is_no_text(refused):
+    assert refused("a.txt", "\u200b\u2060\ufeff\n") == "a.txt holds no text"
+
+
+def test_a_docx_of_pictures_only(refused):
+    pytest.importorskip("mammoth")
+    assert refused("a.docx", sample.docx("")) == "a.docx holds no text, at most pictures"
+
+
+def test_closed_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(DocumentError, match="standard input is closed"):
+        read(Source("-", None))
 
 
 def test_empty_and_blank_files(refused):

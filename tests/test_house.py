@@ -19,14 +19,16 @@ PACKAGE = ROOT / "knapspec_edge"
 # Lowest first. A unit imports itself and lower layers only; units of one layer do not know each
 # other. `__init__` is the entrance from outside and stands above them all.
 LAYERS = (
-    {"errors", "config", "records", "folders", "closing"},
-    {"backend"},
+    {"errors", "config", "records", "folders", "closing", "styling"},
+    {"backend", "arguments", "turns"},
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
     {"search", "quantize", "sampling"},
     {"engine"},
     {"apps"},
-    {"terminal"},
+    {"terminal", "keyboard"},
+    {"cli_config"},
+    {"cli_completion"},
     {"repl", "cli_options", "cli_open"},
     {"cli_summarize"},
     {"cli"},
@@ -37,9 +39,16 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # package -> the places that may import it
 FENCED = {
     "numba": ("search/kernels",),
-    "click": ("cli", "cli_open", "cli_options", "cli_summarize"),
+    "click": (
+        "cli",
+        "cli_completion",
+        "cli_config",
+        "cli_open",
+        "cli_options",
+        "cli_summarize",
+    ),
     "llama_cpp": ("native", "text"),
-    "prompt_toolkit": ("repl",),
+    "prompt_toolkit": ("keyboard",),
     "matplotlib": ("apps/plots",),
     "pypdfium2": ("text/documents/pdf",),
     "mammoth": ("text/documents/archives",),

@@ -387,7 +387,7 @@ class TestSession:
             max_tokens=1,
             progress=lambda done, total: seen.append((done, total)),
         )
-        assert seen == [(4, 10), (8, 10), (10, 10)]
+        assert seen == [(0, 10), (4, 10), (8, 10), (10, 10)]
 
     def test_reset_forgets(self) -> None:
         backend = FakeBackend()
@@ -437,7 +437,7 @@ class TestSession:
 
         running = session.generate(PROMPT, max_tokens=5, progress=during)
         tokens = [event.token for event in running]
-        assert len(refused) == 8
+        assert len(refused) == 16
         assert tokens == naive.plain(backend.model, PROMPT, 5, GREEDY)[0]
         assert session.ids == backend.tokens == tuple([*PROMPT, *tokens][:-1])
 

@@ -482,6 +482,12 @@ def test_a_grammar_is_the_form_of_the_final_summary() -> None:
     assert grammars == [False] * (len(grammars) - 1) + [True]
 
 
+def test_a_form_that_was_cut_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summarize, "form_notice", lambda answer: "cut before its end")
+    found = summarize.record(open_engine(Scribe()), document(story(2)), Request(words=20))
+    assert found["notes"] == ["cut before its end"]
+
+
 def test_notes_of_document_and_template_reach_the_record() -> None:
     noted = replace(document(story(2)), notes=("read as cp1252",))
     found = summarize.record(open_engine(Scribe()), noted, Request(words=20))

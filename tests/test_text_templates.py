@@ -249,3 +249,36 @@ def test_named_template_ends_answers_even_where_the_vocabulary_lacks_the_marker(
     assert unknown is not None
     assert unknown.stop == ("<|im_end|>", "<|im_start|>")
     assert unknown.extra_end_tokens == frozenset()
+
+
+# -- thinking
+
+
+def test_the_switch_for_thinking_is_found_by_rendering() -> None:
+    asks = (
+        CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think>\n{% endif %}"
+    )
+    other = CHATML + "{{ '</think>' if not thinking else '<think>' }}"
+    assert template(asks).can_switch_thinking
+    assert template(other).can_switch_thinking
+    # names it, and does the same either way
+    assert not template(CHATML + "{% if enable_thinking %}{% endif %}").can_switch_thinking
+    assert not template(CHATML).can_switch_thinking
+    assert not template("{{ raise_exception('never') }}").can_switch_thinking
+
+
+def test_thinking_is_what_was_asked_for_each_time() -> None:
+    chat = template(CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}")
+    plain = chat.apply(user("hello"))
+    assert chat.apply(user("hello"), think=False).text == plain.text + "<think></think>"
+    assert chat.apply(user("hello"), think=True) == plain
+    assert chat.apply(user("hello")) == plain
+    with pytest.raises(UsageError, match="no switch for thinking"):
+        template(CHATML).apply(user("hello"), think=True)
+
+
+def test_contents_stay_text_with_the_switch() -> None:
+    vocab = FakeVocabulary()
+    chat = template(CHATML + "{% if enable_thinking is false %}<|im_end|>{% endif %}", vocab)
+    tokens = chat.apply(user("a<|im_end|>b"), think=False).tokens
+    assert controls(vocab, tokens).count("<|im_end|>") == 2  # of the turn, and of the template

@@ -1,31 +1,34 @@
-"""The `chat` command: a conversation with history, and its slash commands.
-
-Knows neither keyboard nor screen. The KV cache is reused between turns by the session below, which
-keeps whatever prefix the next prompt shares with the last one.
-"""
+"""The slash commands of a chat: what they are called, take and say."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..engine import Answer, Engine, Progress, Settings, TextEvent
-from ..errors import ContextError, UsageError
+from ..config import OVERFLOWS
+from ..errors import UsageError
 from ..records import Sampling
 from ..sampling import OFF, PRESETS, VALUES, differences, parse_bias
+from ..text.documents import find, read
 from ..text.grammar import read_grammar, read_schema
-from ..text.templates import Message
-from .summary import form_notice, statistics_table
+from . import conversation_file
+from .conversation import Conversation
+from .summary import counted, statistics_table
 
 _OTHER_NAMES = (
     "preset", "logit-bias", "grammar", "json-schema", "seed", "max-tokens", "stop", "spec",
+    "overflow", "think",
 )  # fmt: skip
 # as on the command line
 SETTING_NAMES = (*(value.name for value in reversed(VALUES.values())), *_OTHER_NAMES)
+# commands that take the name of a file
+FILE_COMMANDS = ("/load", "/read", "/save")
 _FIELDS = {value.name: name for name, value in VALUES.items()}
 
 _NAME_LINES = textwrap.fill(
@@ -38,145 +41,188 @@ _NAME_LINES = textwrap.fill(
 HELP = f"""\
 /help            this list
 /clear           forget the conversation (the system prompt stays)
+/regen           answer the last question again
+/edit            change the last question, and have it answered anew;
+                 /edit TEXT takes TEXT in its place
+/system          show the system prompt;  /system TEXT sets it, /system off
+                 removes it, for the whole conversation
+/read FILE       put a document in front of the next message;  /read shows what
+                 was read, /read off takes it back
 /set             show the settings;  /set NAME VALUE changes one:
 {_NAME_LINES}
                  the names are those of the command line; off switches one off
 /set preset NAME sets all numbers of the sampler: {", ".join(PRESETS)}
 /stats           statistics of the last answer
+/save FILE       save the conversation as JSON
+/load FILE       go on with a saved one
 /exit            leave (so does Ctrl-D)
 Ctrl-C stops an answer; what was said so far stays in the conversation.
-Alt-Enter starts a new line. A message that starts with / is written with //."""
+Alt-Enter starts a new line, Ctrl-R searches what was typed before, Ctrl-X
+Ctrl-E opens an editor. A message that starts with / is written with //."""
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a slash command has to say, and whether the conversation ends."""
+    """What a slash command has to say, and what is to happen next."""
 
     text: str = ""
-    leave: bool = False
+    leave: bool = False  # the conversation ends
+    again: bool = False  # the last question is answered anew,
+    question: str | None = None  # with this text in its place,
+    opened: bool = False  # which is opened at the prompt before
 
 
-class Conversation:
-    """Messages so far, and the settings of the answers to come.
+class Commands:
+    """The slash commands of one conversation."""
 
-    A turn enters the history when its answer has ended or was stopped with some text; a turn that
-    failed leaves the history as it was.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        settings: Settings | None = None,
-        *,
-        system: str | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        engine.require_template()
-        self.engine = engine
-        self.settings = settings or Settings()
-        self.last: Answer | None = None
-        self._progress = progress
-        self._history: list[Message] = []
-        self._system = system
-        self._told: set[str] = set()  # notices are given once
-        self._commands: dict[str, Callable[[list[str]], CommandResult]] = {
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._saved_as: Path | None = conversation.file
+        self._commands: dict[str, Callable[[str], CommandResult]] = {
             "/help": self._help,
             "/clear": self._clear,
+            "/regen": self._regen,
+            "/edit": self._edit,
+            "/system": self._system,
+            "/read": self._read,
             "/set": self._set,
             "/stats": self._stats,
+            "/save": self._save,
+            "/load": self._load,
             "/exit": self._exit,
             "/quit": self._exit,
         }
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation as it would be sent, a copy."""
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        return [*system, *(dict(message) for message in self._history)]
-
-    @property
-    def command_names(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._commands)
 
-    # -- talking
+    def run(self, line: str) -> CommandResult | str:
+        """Run a slash command; a line that is none comes back as the text to say.
 
-    def say(self, text: str) -> Iterator[TextEvent]:
-        """Ask, and yield the events of the answer; `last` is the answer meanwhile.
-
-        Raises ContextError with what to do where the conversation no longer fits, and Interrupted
-        after an answer was stopped, with its text kept.
+        Raises KnapspecError, one line, and then nothing has changed.
         """
-        question: Message = {"role": "user", "content": text}
-        try:
-            answer = self.engine.chat(
-                [*self.messages, question], self.settings, progress=self._progress
-            )
-        except ContextError as error:
-            if not self._history:
-                raise
-            raise ContextError(
-                f"the conversation is full: {error}, or /clear to start afresh"
-            ) from None
-        self.last = answer
-        try:
-            yield from answer
-        finally:
-            # An end, a stop, an error, or the reader leaving: what was said stays.
-            answer.close()
-            if answer.text or answer.finish_reason in ("stop", "length"):
-                self._history += [question, {"role": "assistant", "content": answer.text}]
-
-    def notices(self) -> list[str]:
-        """What the user should be told after the latest answer, each thing once."""
-        if self.last is None:
-            return []
-        found = [n for n in self.last.notices if n not in self._told]
-        self._told.update(found)
-        if self.last.context_full:
-            found.append(
-                f"the context of {self.last.n_ctx} tokens is full and the answer was cut; /clear "
-                "starts afresh, --ctx N makes room for more"
-            )
-        if (cut := form_notice(self.last)) is not None:
-            found.append(cut)
-        return found
-
-    # -- commands
-
-    def command(self, line: str) -> CommandResult | str:
-        """Run a slash command; a line that is none comes back as the text to say."""
         if line.startswith("//"):
             return line[1:]
         if not line.startswith("/"):
             return line
-        name, _, rest = line.strip().partition(" ")
+        name, *rest = line.strip().split(None, 1)
         run = self._commands.get(name)
         if run is None:
             raise UsageError(
                 f"there is no command {name}; /help lists them, and // writes a message that "
                 "starts with /"
             )
-        return run(_arguments(name, rest))
+        return run("".join(rest).strip())
 
-    def _help(self, arguments: list[str]) -> CommandResult:
+    def _help(self, rest: str) -> CommandResult:
         return CommandResult(HELP)
 
-    def _exit(self, arguments: list[str]) -> CommandResult:
+    def _exit(self, rest: str) -> CommandResult:
         return CommandResult(leave=True)
 
-    def _clear(self, arguments: list[str]) -> CommandResult:
-        self._history.clear()
-        self.last = None
-        return CommandResult("the conversation is empty")
+    def _clear(self, rest: str) -> CommandResult:
+        file = self._conversation.file
+        self._conversation.clear()
+        if file is None:
+            return CommandResult("the conversation is empty")
+        return CommandResult(
+            f"the conversation is empty; {file} keeps the one before and is not written any more"
+        )
 
-    def _stats(self, arguments: list[str]) -> CommandResult:
-        if self.last is None:
+    def _stats(self, rest: str) -> CommandResult:
+        if self._conversation.last is None:
             return CommandResult("nothing has been answered yet")
-        return CommandResult(_table(statistics_table(self.last)))
+        return CommandResult(_table(statistics_table(self._conversation.last)))
 
-    def _set(self, arguments: list[str]) -> CommandResult:
+    # -- the last turn
+
+    def _regen(self, rest: str) -> CommandResult:
+        self._conversation.last_turn()
+        return CommandResult(again=True)
+
+    def _edit(self, rest: str) -> CommandResult:
+        turn = self._conversation.last_turn()
+        if rest:
+            return CommandResult(again=True, question=rest)
+        return CommandResult(again=True, question=turn.question, opened=True)
+
+    # -- what goes along with the messages
+
+    def _system(self, rest: str) -> CommandResult:
+        conversation = self._conversation
+        if not rest:
+            return CommandResult(conversation.system or "there is no system prompt")
+        text = None if rest.lower() in ("off", "none") else rest
+        if text == conversation.system:
+            return CommandResult("the system prompt is that already")
+        notices = conversation.set_system(text)
+        done = "the system prompt is removed" if text is None else "the system prompt is set"
+        n = len(conversation.turns)
+        if n:
+            tokens = conversation.count(conversation.turns)
+            done += (
+                f"; it holds for the whole conversation: what was said ({counted(n, 'turn')}, "
+                f"{tokens:,} tokens) stays and is read again with the next message"
+            )
+        return CommandResult("\n".join((done, *notices)))
+
+    def _read(self, rest: str) -> CommandResult:
+        conversation = self._conversation
+        if not rest:
+            rows = [(d.name, f"{d.n_tokens:,} tokens") for d in conversation.documents]
+            return CommandResult(_table(rows) if rows else "nothing was read for the next message")
+        if rest.lower() == "off":
+            conversation.detach()
+            return CommandResult("nothing goes in front of the next message")
+        found = find([str(_path("/read", rest))])
+        if found.problems:
+            raise UsageError(found.problems[0][1])
+        if len(found.sources) != 1 or found.sources[0].path is None:
+            raise UsageError(f"/read takes one file at a time; {rest} stands for others")
+        document = read(found.sources[0])
+        attached, n_tokens = conversation.attach(found.sources[0].path.name, document.text)
+        n_ctx = conversation.engine.n_ctx
+        line = (
+            f"{attached.name}: {attached.n_tokens:,} tokens, {attached.n_tokens / n_ctx:.0%} of "
+            f"the context of {n_ctx:,}; goes in front of your next message, "
+            f"{n_ctx - n_tokens:,} tokens are left for it and the answer"
+        )
+        return CommandResult("\n".join((line, *(f"note: {note}" for note in document.notes))))
+
+    # -- files
+
+    def _save(self, rest: str) -> CommandResult:
+        path = _path("/save", rest) if rest else self._saved_as
+        if path is None:
+            raise UsageError("/save: give the name of a file, as in /save talk.json")
+        self._conversation.save(path)
+        self._saved_as = path
+        return CommandResult(f"saved the conversation as {path}")
+
+    def _load(self, rest: str) -> CommandResult:
+        if not rest:
+            raise UsageError("/load: give the name of a file, as in /load talk.json")
+        conversation = self._conversation
+        path = _path("/load", rest)
+        n_before = len(conversation.turns)
+        notices = conversation.restore(conversation_file.load(path))
+        lines = [loaded_line(path, conversation)]
+        if n_before:
+            lines.append(f"it takes the place of the {counted(n_before, 'turn')} before")
+        if conversation.file is not None and conversation.file != path:
+            lines.append(f"{conversation.file} is not written any more")
+            conversation.file = None
+        self._saved_as = path
+        return CommandResult("\n".join((*lines, *notices)))
+
+    # -- settings
+
+    def _set(self, rest: str) -> CommandResult:
+        conversation = self._conversation
+        arguments = _arguments("/set", rest)
         if not arguments:
-            return CommandResult(_table(self._setting_rows(self.settings.sampling())))
+            return CommandResult(_table(self._setting_rows(conversation.settings.sampling())))
         if len(arguments) < 2:
             raise UsageError(f"/set {arguments[0]}: give a value, as in /set temp 0.7")
         name, values = arguments[0].lower().replace("_", "-"), arguments[1:]
@@ -186,33 +232,42 @@ class Conversation:
         if name not in ("stop", "logit-bias") and len(values) > 1:
             raise UsageError(f"/set {name} takes one value")
         if name == "spec":
-            state = self.engine.set_speculation(values[0], progress=self._progress)
+            state = conversation.engine.set_speculation(values[0], progress=conversation.progress)
             return CommandResult(f"speculation {state.state}: {state.reason}")
-        changed = dataclasses.replace(self.settings, **_changes(name, values))
-        # what is out of range, or not for this model, is said now and changes nothing
-        sampling = changed.sampling()
-        self.engine.backend.check_sampling(sampling)
-        self.settings = changed
-        notices = [n for n in changed.notices() if n not in self._told]
-        self._told.update(notices)
-        return CommandResult("\n".join((_table(self._setting_rows(sampling)), *notices)))
+        notices: list[str] = []
+        if name == "overflow":
+            if values[0] not in OVERFLOWS:
+                raise UsageError(f"/set overflow: give {' or '.join(OVERFLOWS)}")
+            conversation.overflow = values[0]
+        else:
+            changed = dataclasses.replace(conversation.settings, **_changes(name, values))
+            # what is out of range, or not for this model, is said now and changes nothing
+            conversation.check_settings(changed)
+            conversation.settings = changed
+            notices = conversation.once(changed.notices())
+        rows = self._setting_rows(conversation.settings.sampling())
+        return CommandResult("\n".join((_table(rows), *notices)))
 
     def _setting_rows(self, sampling: Sampling) -> list[tuple[str, str]]:
-        now = self.settings
-        spec = self.engine.speculation
+        conversation = self._conversation
+        now = conversation.settings
+        spec = conversation.engine.speculation
         rows = [("preset", now.preset), *differences(sampling)]
         if now.grammar is not None:
             rows.append(("grammar", _excerpt(now.grammar)))
         if now.json_schema is not None:
             rows.append(("json-schema", _excerpt(str(now.json_schema))))
+        if now.think is not None:
+            rows.append(("think", "on" if now.think else "off"))
         return [
             *rows,
             ("seed", "random" if now.seed in (None, -1) else str(now.seed)),
             ("max-tokens", "none" if now.max_tokens is None else str(now.max_tokens)),
             ("stop", " ".join(shlex.quote(s) for s in now.stop) or "none"),
             ("spec", f"{spec.state}: {spec.reason}"),
-            ("system", self._system or "none"),
-            ("context", f"{self.engine.n_ctx} tokens"),
+            ("system", _excerpt(conversation.system or "none")),
+            ("overflow", conversation.overflow),
+            ("context", f"{conversation.engine.n_ctx} tokens"),
         ]
 
 
@@ -242,10 +297,40 @@ def _changes(name: str, values: list[str]) -> dict[str, Any]:
         return {"grammar": None if off else read_grammar(value), "json_schema": None}
     if name == "json-schema":
         return {"json_schema": None if off else read_schema(value), "grammar": None}
+    if name == "think":
+        return {"think": _switch(name, value)}
     if name == "stop":
         return {"stop": () if off or values == ["-1"] else tuple(values)}
     field = {"seed": "seed", "max-tokens": "max_tokens"}[name]
     return {field: None if off or value == "-1" else _whole(name, value)}
+
+
+def loaded_line(path: Path, conversation: Conversation) -> str:
+    """What was loaded, for people."""
+    parts = [f"loaded {counted(len(conversation.turns), 'turn')} from {path}"]
+    if conversation.turns:
+        parts.append(f"the last question: {_excerpt(conversation.turns[-1].question)}")
+    if conversation.system:
+        parts.append(f"system prompt: {_excerpt(conversation.system)}")
+    return "; ".join(parts)
+
+
+def _path(command: str, rest: str) -> Path:
+    """A file's name as people type it: as it is, within quotation marks, or with the blanks that a
+    terminal escapes where a file is dropped on it."""
+    name = rest
+    if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+        name = name[1:-1]
+    elif os.sep == "/" and "\\" in name and not os.path.lexists(os.path.expanduser(name)):
+        name = " ".join(_arguments(command, name))
+    return Path(name).expanduser()
+
+
+def _switch(name: str, value: str) -> bool | None:
+    words = {"on": True, "off": False, "auto": None}
+    if value.lower() not in words:
+        raise UsageError(f"/set {name}: give {_listed(tuple(words))}")
+    return words[value.lower()]
 
 
 def _excerpt(text: str) -> str:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
+import time
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import KnapspecError
+from ..search import outlook
+from ..search.outlook import Outlook
 
 _PACKAGES = (
     "llama-cpp-python",
@@ -27,12 +32,14 @@ _PACKAGES = (
     "prompt_toolkit",
     "platformdirs",
 )
-_PROBE_CTX_TOKENS = 256  # enough to build the graph that is looked at
 
 
-def examine(model: str | None = None) -> dict[str, Any]:
+def examine(
+    model: str | None = None, *, configuration: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """All findings, JSON-ready. `problems` holds one line for each thing that keeps the program,
     or the given model, from working; `remarks` what is slower or missing without being wrong.
+    `configuration`: path of the configuration file, whether it exists, what is wrong with it.
     """
     problems: list[str] = []
     remarks: list[str] = []
@@ -56,8 +63,13 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "folders": _folders(remarks),
         "search": _search(remarks),
     }
+    with_library = not problems
+    if configuration is not None:
+        report["configuration"] = configuration
+        if configuration["problem"] is not None:
+            problems.append(configuration["problem"])
     if model is not None:
-        report["model"] = _model(model, problems, remarks, with_library=not problems)
+        report["model"] = _model(model, problems, remarks, with_library=with_library)
     report["problems"] = problems
     report["remarks"] = remarks
     return report
@@ -94,6 +106,9 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     kernels = report["search"]
     reason = f" ({kernels['reason']})" if kernels["reason"] else ""
     rows.append(("search", f"{kernels['kernels']}{reason}"))
+    if configured := report.get("configuration"):
+        there = "" if configured["exists"] else " (not there)"
+        rows.append(("configuration", f"{configured['path'] or 'none'}{there}"))
     for name, folder in report["folders"].items():
         state = "writable" if folder["writable"] else "not writable"
         free = "" if folder["free_bytes"] is None else f", {folder['free_bytes'] >> 20} MiB free"
@@ -101,8 +116,11 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (f"model {name.replace('_', ' ')}", _shown(value))
         for name, value in report.get("model", {}).items()
-        if name != "placement"
+        if name not in ("placement", "auto")
     ]
+    if auto := report.get("model", {}).get("auto"):
+        rows.append(("speculation by auto", f"{auto['state']}: {auto['reason']}"))
+        rows += [("what would change it", text) for text in auto["changes"]]
     if placed := report.get("model", {}).get("placement"):
         rows += placement_rows(placed)
     return rows
@@ -197,6 +215,36 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
+def _auto(shown: Outlook | None, model: str) -> dict[str, Any]:
+    """What `--spec auto` does with the model, why, and what would change it."""
+    name = shlex.quote(model)
+    if shown is None:
+        return {
+            "state": "unknown",
+            "reason": "nothing was measured on this machine with these settings yet",
+            "changes": [
+                f"`knapspec-edge plan {name}` measures and explains it, as does the first "
+                f"`knapspec-edge run {name}`"
+            ],
+        }
+    needs = outlook.condition(shown)
+    age_days = (time.time() - shown.measured_at) / 86400.0
+    figures = {} if needs is None else asdict(needs)
+    if shown.disturbed or shown.state == "on" or needs is None:
+        changes: list[str] = []
+    else:
+        changes = list(needs.sentences())
+    if shown.disturbed:
+        changes.append(f"measure again with `knapspec-edge profile {name}` while nothing else runs")
+    return {
+        "state": shown.state,
+        "reason": shown.why,
+        "changes": changes,
+        "measured_days_ago": round(age_days, 2),
+        **figures,
+    }
+
+
 def _writable(folder: Path) -> bool:
     # Asking the file system is the only reliable answer (read-only mounts, quotas, root). A folder
     # that does not exist yet is judged by the nearest one that does.
@@ -241,14 +289,13 @@ def _model(
     }
     if not with_library:
         return found
-    from .. import native
+    from ..engine import Engine
     from ..native.devices import placement
 
     try:
-        with (
-            native.open_model(info.path) as opened,
-            native.open_context(opened, ctx_tokens=_PROBE_CTX_TOKENS) as backend,
-        ):
+        # as `chat` and `run` do it, so that what they have measured is found
+        with Engine.open(info.path, spec="off", purpose="speculation") as engine:
+            backend: Any = engine.backend
             kinds: dict[str, int] = {}
             for sublayer in backend.sublayers:
                 kinds[sublayer.kind.value] = kinds.get(sublayer.kind.value, 0) + 1
@@ -258,6 +305,8 @@ def _model(
             found["settings"] = dict(backend.settings)
             if backend.refusal is not None:
                 remarks.append(f"speculation is not possible with this model: {backend.refusal}")
+            else:
+                found["auto"] = _auto(engine.kept_outlook(), model)
     except KnapspecError as error:
         found["usable"] = False
         problems.append(str(error))

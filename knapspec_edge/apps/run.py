@@ -55,6 +55,8 @@ def answer(
     if raw is None:
         raw = not engine.has_template and engine.template_error is None
     if raw:
+        if settings.think is not None:
+            raise UsageError("--think and --no-think need a chat template: leave them away")
         if request.system:
             raise UsageError(
                 "a system prompt needs a chat template: leave --raw away, or write the system "

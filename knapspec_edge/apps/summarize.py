@@ -18,6 +18,7 @@ from ..text.documents import Document
 from ..text.splitting import split
 from .jsonl import Record
 from .summarize_prompts import Final, Merge, Part, Request, Task, Whole, tokens_for
+from .summary import form_notice
 
 # Reports how far a document is: (share done in 0..1, what is being done).
 Progress = Callable[[float, str], None]
@@ -109,9 +110,9 @@ def room(engine: Engine, request: Request) -> Room:
     text = free - max(final, part)
     if part < _MIN_SUMMARY_TOKENS or text < _MIN_TEXT_TOKENS:
         raise ContextError(
-            f"instruction and template take {overhead} tokens and the summary up to {final}: too "
-            f"little is left for text in the context of {engine.n_ctx}; raise --ctx, or shorten "
-            "the instruction or the summary"
+            f"instruction and template take {overhead} tokens and the summary up to "
+            f"{request.max_tokens}: too little is left for text in the context of {engine.n_ctx}; "
+            "raise --ctx, or shorten the instruction or the summary"
         )
     return Room(text, part, final)
 
@@ -136,6 +137,7 @@ def record(
     except KnapspecError as problem:
         error = " ".join(str(problem).split())
     tally, last = work.tally, work.last
+    cut = None if last is None or error is not None else form_notice(last)
     speculation = tally.speculation or engine.speculation
     return {
         "input": document.name,
@@ -167,11 +169,12 @@ def record(
             "state": speculation.state,
             "reason": speculation.reason,
             "policy": speculation.policy,
+            "bit_exact": speculation.bit_exact,
             "drafted": tally.draft_n,
             "accepted": tally.draft_n_accepted,
         },
         "seed": seed,
-        "notes": [*document.notes, *tally.notices],
+        "notes": [*document.notes, *tally.notices, *([cut] if cut else [])],
     }
 
 

@@ -11,11 +11,16 @@ from ..sampling import differences
 from ..sampling import to_json as sampling_json
 from ..text.vocabulary import Vocabulary
 
+_EXACTNESS = {
+    True: "bit for bit the text of plain decoding",
+    False: "rounding may decide a close call otherwise than in plain decoding",
+}
+
 
 def statistics_line(answer: Answer) -> str:
     """One line after an answer: how fast, and what speculation did or why it is off."""
     stats = answer.stats
-    parts = [f"{_count(stats.completion_tokens, 'token')}"]
+    parts = [f"{counted(stats.completion_tokens, 'token')}"]
     if stats.predicted_ms > 0.0:
         parts[0] += f", {stats.predicted_per_second:.1f} tokens/s"
     prompt = f"prompt {stats.prompt_tokens}"
@@ -69,6 +74,8 @@ def statistics_table(answer: Answer) -> list[tuple[str, str]]:
                 ", ".join(f"{share:.2f}" for share in acceptance_by_place(stats)),
             ),
         ]
+    if spec.bit_exact is not None:
+        rows.append(("exactness", _EXACTNESS[spec.bit_exact]))
     if stats.drift:
         rows.append(("drift", stats.drift))
     if spec.baseline_per_second is not None:
@@ -114,6 +121,7 @@ def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, An
             "policy": spec.policy,
             "plan": None if spec.draft is None else plan_json(spec.draft, sublayers),
             "predicted_ratio": spec.predicted_ratio,
+            "bit_exact": spec.bit_exact,
             "drift": stats.drift,
         },
         "timings": timings(stats, spec.baseline_per_second),
@@ -162,5 +170,6 @@ def _reason(spec: Speculation) -> str:
     return spec.reason.removeprefix("off: ").removeprefix("on: ")
 
 
-def _count(n: int, noun: str) -> str:
+def counted(n: int, noun: str) -> str:
+    """ "1 token", "2 tokens"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

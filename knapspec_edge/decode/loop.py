@@ -62,6 +62,8 @@ class Loop:
             if progress is not None:
                 progress(done, total)
 
+        if progress is not None:
+            progress(0, len(tokens))
         started = self.clock()
         try:
             pick = self.backend.prefill(tokens, self.sampling, done_so_far)

@@ -123,7 +123,7 @@ class Session:
         draft up and go on plainly in the middle. `reuse` False computes
         the prompt from its first token, so that batch shapes do not depend on what came before.
         `watch(stats)` gives what sees the times of every round. `progress(done, total)` counts the
-        prompt tokens that had to be computed.
+        prompt tokens that have to be computed, from 0 on.
 
         Raises at once: ContextError if the prompt leaves no room, PlanError if the draft cannot be
         honoured, UsageError for a limit below 1, an empty prompt, or a sampling that this model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from ..backend import Beside
 from ..closing import Closing
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX
 from ..errors import (
+    ClosedError,
     CompleteError,
     ContextError,
     Interrupted,
@@ -167,6 +169,7 @@ class LlamaBackend(Closing):
 
         self._llama = library.load()
         self._lib = self._llama._lib
+        self._pid = os.getpid()
         self._pointer: Any = None
         self._branching = False  # inside `branches`
         self._grammar: Any = None  # struct knapspec_grammar *, read from _grammar_from
@@ -295,7 +298,13 @@ class LlamaBackend(Closing):
     # lifetime
 
     def close(self) -> None:
-        """Free the context. A computation in another thread is interrupted and waited for."""
+        """Free the context. A computation in another thread is interrupted and waited for.
+
+        A forked process frees nothing: llama.cpp would wait for threads that it does not have.
+        """
+        if os.getpid() != self._pid:
+            self._pointer = None
+            return
         self.interrupt()
         with self._computing:
             with self._freeing:
@@ -677,6 +686,12 @@ class LlamaBackend(Closing):
             if self._pointer:
                 self._lib.knapspec_interrupt(self._pointer)
 
+    def clear_interrupt(self) -> None:
+        """Take back an `interrupt` that nothing has noticed yet."""
+        with self._freeing:
+            if self._pointer:
+                self._lib.knapspec_interrupt_clear(self._pointer)
+
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """In here, Ctrl-C stops the native computation and raises Interrupted in the main thread.
@@ -741,6 +756,11 @@ class LlamaBackend(Closing):
             self._computing.release()
 
     def _enter(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this context was opened in another process, whose threads a fork does not copy: "
+                "open the model in this process"
+            )
         if not self._computing.acquire(blocking=False):
             raise UsageError(
                 "another thread is computing with this model's context: let one finish before the "

@@ -63,6 +63,7 @@ class Model(Closing):
             raise UsageError(f"--gpu-layers must be in 0..{GPU_LAYERS_MAX}, not {gpu_layers}")
         self.path = Path(path)
         self._llama = library.load()
+        self._pid = os.getpid()
         self._pointer: Any = None
         self._closed = False
         self._n_contexts = 0
@@ -111,7 +112,8 @@ class Model(Closing):
     def close(self) -> None:
         """Free the weights, or leave that to the last context that is still open."""
         self._closed = True
-        self._free_if_unused()
+        if os.getpid() == self._pid:  # a fork has not got the threads that freeing may wait for
+            self._free_if_unused()
 
     def attach(self) -> None:
         """A context of this model was opened."""

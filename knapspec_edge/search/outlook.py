@@ -22,6 +22,7 @@ from .planner import Decision
 from .throughput import can_pay, expected_tokens_geometric
 
 _NAMES = {"mlp": "MLP"}  # kinds that people write otherwise
+_LEAST_SLOPE = 0.01  # of a step: no machine verifies a further token for less
 _Z95 = NormalDist().inv_cdf(0.975)
 
 
@@ -94,6 +95,7 @@ class Outlook:
     step_ms: float
     head_ms: float  # 0 where it was not measured
     rest_ms: float  # negative where the parts cost less in company than alone
+    verify_two: float  # a pass over two tokens, in plain steps; nan where none was measured
     items: tuple[Item, ...]
     curve: tuple[CurvePoint, ...]  # by growing saving
     judged: tuple[JudgedPlan, ...]  # best first
@@ -233,6 +235,9 @@ def outlook(
         step_ms=measured.step_ms,
         head_ms=costs.head_ms(),
         rest_ms=costs.rest_ms(context),
+        verify_two=(
+            costs.verify_ms(context, 2) / measured.step_ms if costs.max_width > 1 else math.nan
+        ),
         items=_items(measured, sublayers, decision.draft),
         curve=_curve(found, costs, context, sublayers, config),
         judged=judged,
@@ -412,6 +417,61 @@ def _runner_up(decision: Decision, judged: Sequence[JudgedPlan]) -> str:
         else "not confirmed in real rounds"
     )
     return f"{describe(second)}: {second.ratio:.2f}x, {behind}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Under which figures the best draft would pay: α > c + s. All in plain steps."""
+
+    context_tokens: int
+    alpha: float  # agreement of the best draft
+    draft_cost: float  # c
+    verify_slope: float  # s, of a further token at the width where it is cheapest
+    verify_two: float  # what a pass over two tokens costs
+    slope_needed: float | None  # it pays below this s; None: at none, as c is not below α
+    predicted_ratio: float  # of plain decoding
+
+    def sentences(self) -> tuple[str, ...]:
+        """What would change the decision, in plain words; each follows from the figures."""
+        cost = (
+            f"a pass over 2 tokens costs {self.verify_two:.2f} steps here, a further one at least "
+            f"s = {self.verify_slope:.2f}; drafting one costs c = {self.draft_cost:.2f} and "
+            f"α = {self.alpha:.2f} of them agree: drafts pay only if α > c + s, and "
+            f"c + s = {self.draft_cost + self.verify_slope:.2f}"
+        )
+        if self.slope_needed is None:
+            return (
+                cost,
+                "faster verification alone would not change that: too few sublayers of this model "
+                "do little, so its drafts cost too much for what they get right; a larger model "
+                "may have more",
+            )
+        if self.verify_slope < self.slope_needed:
+            return (cost,)
+        return (
+            cost,
+            f"this draft would pay with s below {self.slope_needed:.2f}, that is where a pass over "
+            f"several tokens is cheaper: weights of another type (F16 instead of a quantized one), "
+            "flash attention on or off, a GPU; or with drafts that are cheaper for the same α, "
+            "as a larger model may have them",
+        )
+
+
+def condition(shown: Outlook) -> Condition | None:
+    """What the best draft lacks, or None where there is no draft."""
+    best = shown.best
+    if best is None:
+        return None
+    room = best.agreement - best.draft_cost
+    return Condition(
+        shown.context_tokens,
+        best.agreement,
+        best.draft_cost,
+        best.verify_slope,
+        shown.verify_two,
+        room if room >= _LEAST_SLOPE else None,
+        best.ratio,
+    )
 
 
 def describe(judged: JudgedPlan) -> str:

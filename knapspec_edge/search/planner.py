@@ -114,16 +114,14 @@ def decide(
     retry = not 0.0 <= age_seconds <= config.measure_retry_seconds
     if latency is not None and latency.spread > config.measure_max_spread and retry:
         latency = None
-    stored = store.load(key) if latency is not None else None
-    if stored is not None and latency is not None:
+    kept_one = None if latency is None else _load(store, key, latency, len(backend.sublayers))
+    if kept_one is not None:
+        measured, finalists = kept_one
         try:
-            if stored["latency_at"] == latency.measured_at:
-                text, fidelity, finalists = _from_json(stored, len(backend.sublayers))
-                measured = Measured(Costs(latency), text, fidelity)
-                if not (retry and _disturbance(measured, finalists, config)):
-                    return choose(measured, finalists, backend.sublayers, config, from_cache=True)
-                if measured.costs.blind:
-                    latency = None  # else the rounds are measured again, on the same profile
+            if not (retry and _disturbance(measured, finalists, config)):
+                return choose(measured, finalists, backend.sublayers, config, from_cache=True)
+            if measured.costs.blind:
+                latency = None  # else the rounds are measured again, on the same profile
         except INVALID:
             store.ignore(key)
 
@@ -148,6 +146,47 @@ def decide(
         # only what was missing was counted: the text may be that of an earlier measurement
         kept.add_fidelity(store, fidelity_key, backend, found)
     return choose(measured, finalists, backend.sublayers, config)
+
+
+def _load(
+    store: Store, key: Mapping[str, Any], latency: LatencyProfile, n_sublayers: int
+) -> tuple[Measured, list[Finalist]] | None:
+    """The stored measurement that goes with this profile, or None."""
+    stored = store.load(key)
+    if stored is None:
+        return None
+    try:
+        if stored["latency_at"] != latency.measured_at:
+            return None
+        text, fidelity, finalists = _from_json(stored, n_sublayers)
+        return Measured(Costs(latency), text, fidelity), finalists
+    except INVALID:
+        store.ignore(key)
+        return None
+
+
+def kept_decision(
+    backend: Backend,
+    model_key: str | Mapping[str, Any],
+    calibration_tokens: Sequence[int],
+    config: Config = DEFAULTS,
+    store: Store | None = None,
+    policy: str = KNAPSPEC,
+) -> Decision | None:
+    """What was decided by the measurement that is kept, or None without one. Measures nothing."""
+    store = store if store is not None else Store(enabled=False)
+    latency = kept.load_latency(store, kept.latency_key(backend, model_key), backend)
+    if latency is None:
+        return None
+    key = measurement_key(backend, model_key, calibration_tokens, config, policy)
+    found = _load(store, key, latency, len(backend.sublayers))
+    if found is None:
+        return None
+    try:
+        return choose(*found, backend.sublayers, config, from_cache=True)
+    except INVALID:
+        store.ignore(key)
+        return None
 
 
 def measurement_key(

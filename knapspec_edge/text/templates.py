@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 _WHITESPACE = " \t\n\v\f\r"  # C isspace, which llama.cpp's token attributes strip by
 _MAX_TEMPLATE_BYTES = 4 << 20
+# what templates call it: Qwen, SmolLM and GLM; DeepSeek and Granite
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class _Refused(Exception):
@@ -67,7 +70,7 @@ class ChatTemplate:
         self._vocabulary = vocabulary
         self._strips: dict[int, tuple[bool, bool]] = {}
         self._renderer = _Renderer(source, vocabulary, origin)
-        self._render = self._renderer.render
+        self._think: bool | None = None  # of the conversation that is being rendered
         end_tokens: list[int] = []
         stop: list[str] = []
         for end in ends:
@@ -79,22 +82,44 @@ class ChatTemplate:
         self.extra_end_tokens = frozenset(end_tokens)
         self.stop = tuple(stop)
 
+    @cached_property
+    def can_switch_thinking(self) -> bool:
+        """Whether the template asks whether to think, found by rendering it both ways."""
+        question = [{"role": "user", "content": _placeholder()}]
+        self._renderer.now = datetime.now()
+        try:
+            return len({self._rendered(question, True, think) for think in (True, False)}) > 1
+        except _Refused:
+            return False
+
+    def check_think(self, think: bool | None) -> None:
+        """Raises UsageError, one line, where thinking is to be switched and cannot be."""
+        if think is not None and not self.can_switch_thinking:
+            raise UsageError(
+                f"{self.origin} has no switch for thinking; leave --think and --no-think away"
+            )
+
     def apply(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
         now: datetime | None = None,
+        think: bool | None = None,
     ) -> Rendered:
         """Token ids of a conversation, BOS included exactly once where the model wants one.
 
-        `now`: the time for templates that write the date (None: the real one).
+        `now`: the time for templates that write the date (None: the real one). `think`: whether the
+        answer is to begin with thoughts (None: what the template does by itself).
 
         A system prompt the template refuses or leaves out goes in front of the first user message,
-        and `notices` says so. Raises ModelError, one line, where the template takes neither.
+        and `notices` says so. Raises ModelError, one line, where the template takes neither, and
+        UsageError where it has no switch for `think`.
         """
         if not messages:
             raise UsageError("a conversation needs at least one message")
+        self.check_think(think)
+        self._think = think
         chosen = [{"role": m["role"], "content": m["content"]} for m in messages]
         self._renderer.now = now or datetime.now()
         try:
@@ -121,6 +146,15 @@ class ChatTemplate:
         )
 
     # -- rendering with placeholders
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        return self._rendered(messages, add_generation_prompt, self._think)
+
+    def _rendered(
+        self, messages: list[Message], add_generation_prompt: bool, think: bool | None
+    ) -> str:
+        variables = {} if think is None else dict.fromkeys(_THINKING_SWITCHES, think)
+        return self._renderer.render(messages, add_generation_prompt, variables)
 
     def _pieces(self, messages: list[Message], add_generation_prompt: bool) -> list[_Piece]:
         """The rendered prompt, cut into template text and contents.
@@ -325,14 +359,16 @@ class _Renderer:
     def _strftime(self, form: str) -> str:
         return self.now.strftime(form)
 
-    def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: list[Message], add_generation_prompt: bool, variables: Mapping[str, bool]
+    ) -> str:
         """The prompt's text. Raises _Refused."""
         self._formatter.add_generation_prompt = add_generation_prompt
         try:
             try:
-                return str(self._formatter(messages=messages).prompt)
+                return str(self._formatter(messages=messages, **variables).prompt)
             except TypeError:  # templates made for tools loop over them without asking
-                return str(self._formatter(messages=messages, tools=[]).prompt)
+                return str(self._formatter(messages=messages, tools=[], **variables).prompt)
         except Exception as error:  # anything a template's own code can raise
             raise _Refused(_one_line(error)) from None
 

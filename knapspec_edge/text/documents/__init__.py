@@ -8,7 +8,8 @@ Plain text needs nothing installed; other formats need the extra "documents", wh
 imported at the first file that takes them. Splitting is `text.splitting`, not here.
 """
 
+from .encodings import is_text_encoding
 from .reading import Document, read
 from .sources import Found, Source, find
 
-__all__ = ["Document", "Found", "Source", "find", "read"]
+__all__ = ["Document", "Found", "Source", "find", "is_text_encoding", "read"]

@@ -27,11 +27,7 @@ def archive_kind(data: bytes, name: str) -> str:
             for entry in archive.infolist()
             if entry.filename.lower().endswith(_TEXT_ENDINGS)
         )
-    limit = DEFAULTS.document_bytes_max
-    if large > limit:
-        raise DocumentError(
-            f"{name} unpacks to {large >> 20} MiB of text; at most {limit >> 20} are read"
-        )
+    _check_size(large, name)
     if "word/document.xml" in names:
         return "docx"
     if "META-INF/container.xml" in names:
@@ -44,6 +40,15 @@ def archive_kind(data: bytes, name: str) -> str:
         if any(entry.startswith(part) for entry in names):
             raise DocumentError(f"{name} is {what}, which is not read")
     raise DocumentError(f"{name} is an archive, not a document: unpack it and name the folder")
+
+
+def _check_size(n_bytes: int, name: str) -> None:
+    """Raises DocumentError for text of so many bytes that unpacking it is no good idea."""
+    limit = DEFAULTS.document_bytes_max
+    if n_bytes > limit:
+        raise DocumentError(
+            f"{name} unpacks to {n_bytes >> 20} MiB of text; at most {limit >> 20} are read"
+        )
 
 
 def read_docx(data: bytes, name: str) -> tuple[str, tuple[str, ...]]:
@@ -66,6 +71,9 @@ def read_epub(data: bytes, name: str) -> tuple[str, tuple[str, ...]]:
             title, chapters = _spine(archive)
             if _protected(archive).intersection(chapters):
                 raise DocumentError(f"{name} is encrypted against copying (DRM)")
+            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+            # whatever their names end in, and however often each is named
+            _check_size(sum(sizes.get(chapter, 0) for chapter in chapters), name)
             parts = []
             absent = 0
             for chapter in chapters:
@@ -104,19 +112,18 @@ def _opened(data: bytes, name: str) -> zipfile.ZipFile:
 def _spine(archive: zipfile.ZipFile) -> tuple[str, list[str]]:
     """The title and the names of the content files in reading order, without tables of contents."""
     container = ElementTree.fromstring(archive.read("META-INF/container.xml"))
-    package_file = next(
-        element.attrib["full-path"]
-        for element in container.iter()
-        if element.tag.endswith("}rootfile")
-    )
-    package = ElementTree.fromstring(archive.read(package_file))
+    package_file = next((item.get("full-path", "") for item in _local(container, "rootfile")), "")
+    try:
+        package = ElementTree.fromstring(archive.read(package_file))
+    except KeyError:
+        raise ValueError("its list of contents is missing") from None
     folder = posixpath.dirname(package_file)
     title = next(("".join(e.itertext()) for e in package.iter() if e.tag.endswith("}title")), "")
     files = {}
     for item in _local(package, "item"):
         if "nav" not in item.get("properties", "").split():
-            path = posixpath.join(folder, unquote(item.attrib["href"].partition("#")[0]))
-            files[item.attrib["id"]] = posixpath.normpath(path)
+            path = posixpath.join(folder, unquote(item.get("href", "").partition("#")[0]))
+            files[item.get("id", "")] = posixpath.normpath(path)
     references = [item.get("idref", "") for item in _local(package, "itemref")]
     return " ".join(title.split()), [files[ref] for ref in references if ref in files]
 

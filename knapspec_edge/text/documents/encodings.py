@@ -55,6 +55,17 @@ def looks_like_text(head: bytes) -> bool:
     return not _is_binary(text)
 
 
+def is_text_encoding(name: str) -> bool:
+    """Whether there is an encoding of that name that turns bytes into text; "hex" is none."""
+    try:
+        b"aaaa".decode(name)  # of no bytes at all nothing would be checked
+    except UnicodeDecodeError:
+        return True
+    except (LookupError, ValueError):  # ValueError: a NUL in the name; "undefined"
+        return False
+    return True
+
+
 def decode(
     data: bytes, name: str, *, declared: str | None = None, encoding: str | None = None
 ) -> tuple[str, tuple[str, ...]]:
@@ -76,7 +87,7 @@ def _decode(
     if encoding is not None:
         try:
             return data.decode(encoding), ()
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             raise DocumentError(f"{name} is not {encoding}: {_where(error)}") from None
     for mark, marked in _MARKS:
         if data.startswith(mark):
@@ -100,7 +111,7 @@ def _decode(
                 known = codecs.lookup(declared).name
                 known = _LARGER.get(known, known)
                 return data.decode(known), ()
-            except (LookupError, UnicodeDecodeError):
+            except (LookupError, UnicodeError):
                 pass
     return _detect(data, name, has_nul)
 
@@ -174,5 +185,7 @@ def _is_binary(text: str) -> bool:
     return len(_CONTROLS.findall(text)) > _MAX_CONTROLS * len(text)
 
 
-def _where(error: UnicodeDecodeError) -> str:
-    return f"{error.reason} at byte {error.start}"
+def _where(error: UnicodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"{error.reason} at byte {error.start}"
+    return " ".join(str(error).split())  # some encodings tell no place

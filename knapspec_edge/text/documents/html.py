@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
 
 # By the HTML standard none of these is content that the page is about.
 _NOT_TEXT = (
     "head", "script", "style", "noscript", "template", "svg", "math", "nav", "iframe", "object",
-    "canvas", "audio", "video", "form", "button", "dialog",
+    "canvas", "audio", "video", "button", "dialog", "select", "textarea", "datalist",
 )  # fmt: skip
 _DECLARATION = re.compile(r"\s*<\?xml[^>]*>")
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)[^>]{0,200}?(?:charset|encoding)\s*=\s*["']?([\w-]+)""")
@@ -21,6 +25,16 @@ def declared_encoding(data: bytes) -> str | None:
     """What a page says of itself."""
     found = _DECLARED.search(data[:_DECLARED_WITHIN].lower())
     return found.group(1).decode("ascii", "replace") if found else None
+
+
+def _drop_forms(soup: BeautifulSoup) -> None:
+    """Remove forms, such as a search, but not those around a page: ASP.NET puts all into one."""
+    forms = [form for form in soup.find_all("form") if form.find_parent("form") is None]
+    sizes = [len(form.get_text(strip=True)) for form in forms]
+    rest = len(soup.get_text(strip=True)) - sum(sizes)
+    for form, size in zip(forms, sizes, strict=True):
+        if size <= rest:
+            form.decompose()
 
 
 def html_text(markup: str, *, titled: bool = True) -> str:
@@ -42,6 +56,7 @@ def html_text(markup: str, *, titled: bool = True) -> str:
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     for element in soup.find_all(_NOT_TEXT):
         element.decompose()
+    _drop_forms(soup)
     main = soup.find_all("main")
     content = main[0] if len(main) == 1 and main[0].get_text(strip=True) else soup
     converter = markdownify.MarkdownConverter(

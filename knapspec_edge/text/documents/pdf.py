@@ -38,6 +38,10 @@ def read_pdf(data: bytes, name: str) -> tuple[str, tuple[str, ...]]:
                 text = ""
             pages.append(_HYPHENATION.sub("", text).replace("\r\n", "\n").strip())
     n_blank = sum(not page for page in pages) - n_failed
+    if not pages:
+        raise DocumentError(f"{name} has no pages")
+    if n_failed == len(pages):
+        raise DocumentError(f"{name} is damaged: none of its pages can be read")
     if not any(pages):
         raise DocumentError(
             f"{name} has no text in its {len(pages)} page{'s' * (len(pages) != 1)}, only pictures: "

@@ -3,7 +3,6 @@ makes of it."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from ...config import DEFAULTS
 from ...errors import DocumentError, UsageError
 from .archives import archive_kind, read_docx, read_epub
-from .encodings import decode
+from .encodings import decode, is_text_encoding, looks_like_text
 from .extras import missing
 from .html import declared_encoding, html_text
 from .pdf import read_pdf
@@ -45,11 +44,8 @@ def read(source: Source, *, encoding: str | None = None) -> Document:
     Raises DocumentError: one line that names the input and says what is wrong with it. UsageError:
     there is no such encoding.
     """
-    if encoding is not None:
-        try:
-            codecs.lookup(encoding)
-        except LookupError:
-            raise UsageError(f"there is no encoding {encoding!r}") from None
+    if encoding is not None and not is_text_encoding(encoding):
+        raise UsageError(f"there is no encoding {encoding!r}")
     name = "standard input" if source.path is None else source.name
     data = _bytes(source, name)
     if not data.strip():
@@ -63,8 +59,11 @@ def read(source: Source, *, encoding: str | None = None) -> Document:
     except MemoryError:
         raise DocumentError(f"{name} takes more memory than there is") from None
     text = text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
-    if not text.strip():
-        raise DocumentError(f"{name} holds no text")
+    if not any(character.isprintable() and not character.isspace() for character in text):
+        raise DocumentError(
+            f"{name} holds no text"
+            + (f" ({', '.join(notes)})" if notes else ", at most pictures" * (kind == "docx"))
+        )
     return Document(
         name=source.name,
         text=text,
@@ -80,6 +79,8 @@ def _bytes(source: Source, name: str) -> bytes:
     limit = DEFAULTS.document_bytes_max
     try:
         if source.path is None:
+            if sys.stdin is None:
+                raise DocumentError(f"{name} is closed")
             size, data = 0, sys.stdin.buffer.read(limit + 1)
         else:
             with open(source.path, "rb") as stream:
@@ -94,7 +95,7 @@ def _bytes(source: Source, name: str) -> bytes:
 
 def _kind(data: bytes, ending: str, name: str) -> str:
     """By content first: names are often wrong. Raises DocumentError for known other formats."""
-    if b"%PDF-" in data[:_PDF_WITHIN]:
+    if _is_pdf(data, ending):
         return "pdf"
     if data.startswith(b"PK\x03\x04"):
         return archive_kind(data, name)
@@ -104,13 +105,22 @@ def _kind(data: bytes, ending: str, name: str) -> str:
         raise DocumentError(f"{name} is in an old format of Office: save it as .docx")
     if data.startswith(b"{\\rtf"):
         raise DocumentError(f"{name} is RTF: save it as .docx")
-    if data.startswith(b"GGUF"):
+    if data.startswith(b"GGUF") and b"\0" in data[4:8]:  # a small number; text may begin so too
         raise DocumentError(f"{name} is a model, not a document")
     if ending in _FORMATS:
         raise DocumentError(f"{name} is damaged, or not {_FORMATS[ending]} after all")
     if ending in _HTML_ENDINGS or (not ending and _HTML_START.match(data)):
         return "html"
     return "text"
+
+
+def _is_pdf(data: bytes, ending: str) -> bool:
+    """Its mark may stand behind other bytes, and also in a text about PDF: that has no table of
+    its objects."""
+    if b"%PDF-" not in data[:_PDF_WITHIN]:
+        return False
+    is_text = ending != ".pdf" and b"startxref" not in data and looks_like_text(data[:_PDF_WITHIN])
+    return not is_text
 
 
 def _text(kind: str, data: bytes, name: str, encoding: str | None) -> tuple[str, tuple[str, ...]]:
