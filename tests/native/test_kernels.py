@@ -242,6 +242,13 @@ def test_the_reference_is_upstreams(cpu: Cpu, case: tuple[str, str]) -> None:
     assert same_bits(ours, theirs)
 
 
+def test_no_columns_are_no_product(cpu: Cpu, case: tuple[str, str]) -> None:
+    """A prompt's slices but the last ask for no logits, so the head has nothing to multiply."""
+    name, buffer = case
+    with placed(cpu, name, buffer, normal(3, 64, 768)) as weights, cpu.kernels(True):
+        assert cpu.product(weights, normal(4, 0, 768)).shape == (0, 64)
+
+
 def test_strides_planes_and_threads_change_nothing(cpu: Cpu, case: tuple[str, str]) -> None:
     name, buffer = case
     x = normal(4, 12, 768)
