@@ -21,7 +21,9 @@ TYPES = {
     "Q4_0": 2,
     "Q4_1": 3,
     "Q5_0": 6,
+    "Q5_1": 7,
     "Q8_0": 8,
+    "Q3_K": 11,
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
@@ -164,7 +166,7 @@ class Cpu:
         apart in memory."""
         ggml = self.ggml
         context = self.context()
-        planes = x.reshape(-1, *x.shape[-2:])
+        planes = x[None] if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
         n_planes, n, k = planes.shape
         held = ggml["ggml_new_tensor_3d"](context, TYPES["F32"], k + gap, n, n_planes)
         strides = (4 * (k + gap), 4 * (k + gap) * n)
@@ -172,6 +174,8 @@ class Cpu:
         result = ggml["ggml_mul_mat"](context, weights.tensor, part if gap else held)
         graph = ggml["ggml_new_graph"](context)
         ggml["ggml_build_forward_expand"](graph, result)
+        if not x.size:  # a buffer is made for something
+            ggml["ggml_new_tensor_2d"](context, TYPES["F32"], 1, 1)
         buffer = ggml["ggml_backend_alloc_ctx_tensors"](context, self.backend)
         padded = np.full((n_planes, n, k + gap), np.nan, np.float32)
         padded[:, :, :k] = planes

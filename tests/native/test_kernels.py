@@ -48,12 +48,16 @@ COVERED = {
     "Q8_0": ("plain", "AMX"),
     "Q4_0": ("plain", "AMX"),
     "Q4_1": ("plain", "AMX"),
+    "Q5_0": ("plain",),
+    "Q5_1": ("plain",),
+    "IQ4_NL": ("plain",),
     "Q4_K": ("plain", "AMX"),
+    "Q5_K": ("plain", "AMX"),
     "Q6_K": ("plain", "AMX"),
     "F16": ("plain", "AMX"),
     "BF16": ("plain",),
 }
-SUPER_BLOCKS = ("Q4_K", "Q6_K")
+SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")
 MAX_COLUMNS = 16
 
 
@@ -161,7 +165,7 @@ def test_results_are_those_of_the_twin(cpu: Cpu, case: tuple[str, str]) -> None:
             result = cpu.product(weights, x)
         # Q4_1 takes its sums of activations in 16 bits; a value on the border of two steps may
         # round either way, once in very many
-        bound = {"Q4_1": 1e-3, "F16": 2e-6, "BF16": 2e-6}.get(name, 5e-6)
+        bound = {"Q4_1": 1e-3, "Q5_1": 1e-3, "F16": 2e-6, "BF16": 2e-6}.get(name, 5e-6)
         off = np.abs(result - expected) / magnitude
         assert np.quantile(off, 0.99) < bound, (rows, k, off.max())
         assert off.max() < 1e-3, (rows, k)
@@ -202,7 +206,7 @@ def test_more_columns_are_upstreams_or_as_invariant(cpu: Cpu, case: tuple[str, s
         assert same_bits(ours[32][:MAX_COLUMNS], few)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "IQ4_NL"])
 def test_weights_stay_plain_where_that_is_faster(cpu: Cpu, simd: None, name: str) -> None:
     if "CPU_REPACK" not in cpu.buffer_types:
         pytest.skip("no packed rows on this CPU")
@@ -212,7 +216,7 @@ def test_weights_stay_plain_where_that_is_faster(cpu: Cpu, simd: None, name: str
     assert not supported
 
 
-@pytest.mark.parametrize("name", ["F32", "Q5_0"])
+@pytest.mark.parametrize("name", ["F32", "Q3_K"])
 def test_other_types_are_computed_by_upstream(cpu: Cpu, name: str) -> None:
     values = normal(3, 64, 256)
     with placed(cpu, name, "plain", values) as weights:
@@ -236,6 +240,13 @@ def test_the_reference_is_upstreams(cpu: Cpu, case: tuple[str, str]) -> None:
         with cpu.kernels(False):
             theirs = cpu.product(weights, x)
     assert same_bits(ours, theirs)
+
+
+def test_no_columns_are_no_product(cpu: Cpu, case: tuple[str, str]) -> None:
+    """A prompt's slices but the last ask for no logits, so the head has nothing to multiply."""
+    name, buffer = case
+    with placed(cpu, name, buffer, normal(3, 64, 768)) as weights, cpu.kernels(True):
+        assert cpu.product(weights, normal(4, 0, 768)).shape == (0, 64)
 
 
 def test_strides_planes_and_threads_change_nothing(cpu: Cpu, case: tuple[str, str]) -> None:

@@ -244,10 +244,11 @@ layout layout_of(const ggml_tensor * w) {
 
 family family_of(ggml_type type) {
     switch (type) {
-        case GGML_TYPE_Q8_0: case GGML_TYPE_Q4_0: case GGML_TYPE_Q4_1: return family::blocks_32;
-        case GGML_TYPE_Q4_K: case GGML_TYPE_Q6_K:                      return family::blocks_256;
-        case GGML_TYPE_F16:  case GGML_TYPE_BF16:                      return family::floats;
-        default:                                                       return family::none;
+        case GGML_TYPE_Q8_0: case GGML_TYPE_Q4_0: case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0: case GGML_TYPE_Q5_1: case GGML_TYPE_IQ4_NL: return family::blocks_32;
+        case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K: case GGML_TYPE_Q6_K:   return family::blocks_256;
+        case GGML_TYPE_F16:  case GGML_TYPE_BF16:                        return family::floats;
+        default:                                                         return family::none;
     }
 }
 
@@ -273,7 +274,11 @@ weight_format format_of(ggml_type type, layout where) {
             case GGML_TYPE_Q8_0: return format_32 <plain_q8_0, false>();
             case GGML_TYPE_Q4_0: return format_32 <plain_q4_0, false>();
             case GGML_TYPE_Q4_1: return format_32 <plain_q4_1, false>();
+            case GGML_TYPE_Q5_0: return format_32 <plain_q5_0, false>();
+            case GGML_TYPE_Q5_1: return format_32 <plain_q5_1, false>();
+            case GGML_TYPE_IQ4_NL: return format_32<plain_iq4_nl, false>();
             case GGML_TYPE_Q4_K: return format_256<plain_q4_k, false>();
+            case GGML_TYPE_Q5_K: return format_256<plain_q5_k, false>();
             case GGML_TYPE_Q6_K: return format_256<plain_q6_k, false>();
             default: break;
         }
@@ -285,6 +290,7 @@ weight_format format_of(ggml_type type, layout where) {
             case GGML_TYPE_Q4_0: return format_32 <amx_q4_0, true>();
             case GGML_TYPE_Q4_1: return format_32 <amx_q4_1, true>();
             case GGML_TYPE_Q4_K: return format_256<amx_q4_k, true>();
+            case GGML_TYPE_Q5_K: return format_256<amx_q5_k, true>();
             case GGML_TYPE_Q6_K: return format_256<amx_q6_k, true>();
             default: break;
         }
@@ -449,7 +455,7 @@ bool covers_weight(const ggml_tensor * w) {
 }
 
 bool prefers_plain_rows(const ggml_tensor * w) {
-    return (w->type == GGML_TYPE_Q4_0 || w->type == GGML_TYPE_Q4_K) && w->ne[2] == 1 && w->ne[3] == 1;
+    return (w->type == GGML_TYPE_Q4_0 || w->type == GGML_TYPE_Q4_K || w->type == GGML_TYPE_IQ4_NL) && w->ne[2] == 1 && w->ne[3] == 1;
 }
 
 size_t mul_mat_work_size(const ggml_tensor * op) {

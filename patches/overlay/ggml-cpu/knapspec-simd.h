@@ -108,6 +108,13 @@ template <int n, int largest> KNAPSPEC_INLINE vint dot_group(vint s, const vint 
     return s;
 }
 
+KNAPSPEC_INLINE vint shuffle_bytes(vint a, vint b)          { return _mm512_shuffle_epi8(a, b); } // within 16 bytes
+KNAPSPEC_INLINE vint repeat_16    (const void * p)          { return _mm512_broadcast_i32x4(load_128(p)); }
+// u with 16 added to every byte of which `bits` has a bit in common with `mask`
+KNAPSPEC_INLINE vint add_16_where(vint u, vint bits, vint mask) {
+    return _mm512_mask_add_epi8(u, _mm512_test_epi8_mask(bits, mask), u, _mm512_set1_epi8(16));
+}
+
 #else // 256
 
 constexpr int n_lanes = 8;
@@ -152,6 +159,13 @@ KNAPSPEC_INLINE vfloat half_to_float(vint a) {
     return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
 }
 
+KNAPSPEC_INLINE vint shuffle_bytes(vint a, vint b)          { return _mm256_shuffle_epi8(a, b); }
+KNAPSPEC_INLINE vint repeat_16    (const void * p)          { return _mm256_broadcastsi128_si256(load_128(p)); }
+KNAPSPEC_INLINE vint add_16_where(vint u, vint bits, vint mask) {
+    const vint none = _mm256_cmpeq_epi8(_mm256_and_si256(bits, mask), _mm256_setzero_si256());
+    return _mm256_add_epi8(u, _mm256_andnot_si256(none, _mm256_set1_epi8(16)));
+}
+
 #if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__)
 constexpr bool wide_dot = true;
 
@@ -172,7 +186,7 @@ constexpr bool wide_dot = false;
 // signed ones: `largest` 128 stands for them.
 template <int n, int largest> KNAPSPEC_INLINE vint dot_group(vint s, const vint * u, const uint8_t * x) {
     const vint ones = _mm256_set1_epi16(1);
-    constexpr int run = largest == 15 ? 8 : largest <= 63 ? 2 : 1;
+    constexpr int run = largest == 15 ? 8 : largest <= 31 ? 4 : largest <= 63 ? 2 : 1;
     static_assert(n % run == 0, "a run would read beyond the weights");
     static_assert(run*2*largest*127 <= 32767 || largest == 128, "sums of 16 bits overflow");
     KNAPSPEC_UNROLL for (int q = 0; q < n; q += run) {

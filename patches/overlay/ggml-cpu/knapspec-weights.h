@@ -109,6 +109,78 @@ struct plain_q4_1 : plain_block<20> {
     }
 };
 
+// bit 4k + i of each lane of `bits` is the fifth bit of byte i of v[k]
+KNAPSPEC_INLINE void add_fifth_bits(vint * v, vint bits) {
+    alignas(16) static const uint8_t bytes[4][16] = {
+        { 0, 0, 0, 0, 4, 4, 4, 4,  8,  8,  8,  8, 12, 12, 12, 12 },
+        { 1, 1, 1, 1, 5, 5, 5, 5,  9,  9,  9,  9, 13, 13, 13, 13 },
+        { 2, 2, 2, 2, 6, 6, 6, 6, 10, 10, 10, 10, 14, 14, 14, 14 },
+        { 3, 3, 3, 3, 7, 7, 7, 7, 11, 11, 11, 11, 15, 15, 15, 15 },
+    };
+    KNAPSPEC_UNROLL for (int k = 0; k < 4; k++) {
+        const vint b = shuffle_bytes(bits, repeat_16(bytes[k]));
+        v[2*k]     = add_16_where(v[2*k],     b, set_i(0x08040201));
+        v[2*k + 1] = add_16_where(v[2*k + 1], b, set_i((int) 0x80402010));
+    }
+}
+
+struct plain_q5_0 : plain_block<22> {
+    static constexpr int  zero = 16, largest = 31;
+    static constexpr bool has_min = false, is_signed = false;
+    using plain_block::plain_block;
+
+    KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
+        begin();
+        vint bits[4];
+        at.bytes_16(2, bits); // only the first four bytes are these
+        at.bytes_16(6, v);
+        split_nibbles(v);
+        add_fifth_bits(v, bits[0]);
+        d = at.half(0);
+        at.advance(22);
+    }
+};
+
+struct plain_q5_1 : plain_block<24> {
+    static constexpr int  zero = 0, largest = 31;
+    static constexpr bool has_min = true, is_signed = false;
+    using plain_block::plain_block;
+
+    KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat & m) {
+        begin();
+        vint bits[4];
+        at.bytes_16(4, bits);
+        at.bytes_16(8, v);
+        split_nibbles(v);
+        add_fifth_bits(v, bits[0]);
+        d = at.half(0);
+        m = at.half(2);
+        at.advance(24);
+    }
+};
+
+// nibbles stand for 16 uneven steps
+struct plain_iq4_nl : plain_block<18> {
+    static constexpr int  zero = zero_q8_0, largest = 128;
+    static constexpr bool has_min = false, is_signed = false;
+    using plain_block::plain_block;
+
+    KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
+        alignas(16) static const int8_t steps[16] = {
+            -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+        };
+        begin();
+        at.bytes_16(2, v);
+        split_nibbles(v);
+        KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+            v[q] = shuffle_bytes(repeat_16(steps), v[q]);
+        }
+        bias_q8_0(v);
+        d = at.half(0);
+        at.advance(18);
+    }
+};
+
 // ---- super-blocks of 256 weights: w = d*scale[group]*(u - zero) - dmin*min[group]
 
 KNAPSPEC_INLINE vint byte_of(vint v, int i) { // byte i of each lane; i is a constant after unrolling
@@ -182,6 +254,55 @@ struct plain_q4_k : plain_block<144> {
         use(2*k, u, to_float(byte_of(s, 0)));
         KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
             u[q] = high_nibbles(v[q]);
+        }
+        use(2*k + 1, u, to_float(byte_of(s, 1)));
+    }
+
+    KNAPSPEC_INLINE void end_super() {}
+};
+
+struct plain_q5_k : plain_block<176> {
+    static constexpr int  n_chunks = 4, group = 32, largest = 31;
+    static constexpr bool has_min = true;
+    using plain_block::plain_block;
+
+    k_header header;
+    vint     bits[8]; // from bit 0 of each byte on: the fifth bits of the groups that are still to come
+
+    KNAPSPEC_INLINE void begin_super(vfloat & d, vfloat & dmin, vint * mins) {
+        vint h[4];
+        at.pin();
+        at.bytes_16(0, h);
+        header.read(h);
+        d    = header.d;
+        dmin = header.dmin;
+        KNAPSPEC_UNROLL for (int i = 0; i < 4; i++) {
+            mins[i] = header.mins[i];
+        }
+        at.bytes_16(16, bits);
+        at.bytes_16(32, bits + 4);
+        at.advance(48);
+    }
+
+    template <class F> KNAPSPEC_INLINE void chunk(int k, F && use) {
+        at.pin();
+        next.fetch<n_lanes*44>();
+        vint v[8], u[8];
+        at.bytes_16( 0, v);
+        at.bytes_16(16, v + 4);
+        at.advance(32);
+        const vint fifth = set_bytes(16);
+        vint s = k < 2 ? header.scales[0] : header.scales[1];
+        if (k & 1) {
+            s = shift_right<16>(s);
+        }
+        KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+            u[q] = bit_or(low_nibbles(v[q]), bit_and(shift_left<4>(bits[q]), fifth));
+        }
+        use(2*k, u, to_float(byte_of(s, 0)));
+        KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+            u[q] = bit_or(high_nibbles(v[q]), bit_and(shift_left<3>(bits[q]), fifth));
+            bits[q] = shift_right<2>(bits[q]);
         }
         use(2*k + 1, u, to_float(byte_of(s, 1)));
     }
@@ -362,6 +483,45 @@ struct amx_q4_k {
     }
 
     KNAPSPEC_INLINE void end_super() { p += 2368; }
+};
+
+struct amx_q5_k {
+    static constexpr int  bytes = 2880;
+    static constexpr int  n_chunks = 8, group = 32, largest = 31;
+    static constexpr bool has_min = true;
+
+    const uint8_t * p;
+
+    KNAPSPEC_INLINE amx_q5_k(const uint8_t * tile, size_t) : p(tile) {}
+
+    KNAPSPEC_INLINE void begin_super(vfloat & d, vfloat & dmin, vint * mins) {
+        KNAPSPEC_UNROLL for (int i = 0; i < 4; i++) {
+            mins[i] = widen_pairs_u8(p + 2560 + 128 + 32*i);
+        }
+        d    = load_half(p + 2816);
+        dmin = load_half(p + 2848);
+    }
+
+    template <class F> KNAPSPEC_INLINE void chunk(int k, F && use) {
+        KNAPSPEC_UNROLL for (int i = 0; i < 6; i++) {
+            prefetch_far (p + 8192 + 360*k + 64*i);
+            prefetch_near(p + 1536 + 360*k + 64*i);
+        }
+        const vint h = load_i(p + 2048 + 64*k), fifth = set_bytes(16);
+        vint u[8];
+        load_nibbles(p + 256*k, u, 8);
+        u[0] = bit_or(u[0], bit_and(shift_left <4>(h), fifth)); // bit q of each byte is that of dword q
+        u[1] = bit_or(u[1], bit_and(shift_left <3>(h), fifth));
+        u[2] = bit_or(u[2], bit_and(shift_left <2>(h), fifth));
+        u[3] = bit_or(u[3], bit_and(shift_left <1>(h), fifth));
+        u[4] = bit_or(u[4], bit_and(h,                 fifth));
+        u[5] = bit_or(u[5], bit_and(shift_right<1>(h), fifth));
+        u[6] = bit_or(u[6], bit_and(shift_right<2>(h), fifth));
+        u[7] = bit_or(u[7], bit_and(shift_right<3>(h), fifth));
+        use(k, u, to_float(widen_u8(p + 2560 + 16*k)));
+    }
+
+    KNAPSPEC_INLINE void end_super() { p += bytes; }
 };
 
 struct amx_q6_k {
