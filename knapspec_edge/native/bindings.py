@@ -208,6 +208,14 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     # bool knapspec_grammar_allows(struct knapspec_grammar * grammar,
     #     const llama_token * answer, int32_t n_answer, llama_token token);
     "knapspec_grammar_allows": (ctypes.c_bool, [_p, _i32s, _i32, _i32]),
+    # void knapspec_set_kernels(bool enable);
+    "knapspec_set_kernels": (None, [ctypes.c_bool]),
+    # bool knapspec_get_kernels(void);
+    "knapspec_get_kernels": (ctypes.c_bool, []),
+    # int32_t knapspec_n_varying_weights(struct llama_context * ctx);
+    "knapspec_n_varying_weights": (_i32, [_p]),
+    # const char * knapspec_varying_weight(struct llama_context * ctx, int32_t i);
+    "knapspec_varying_weight": (ctypes.c_char_p, [_p, _i32]),
     # void knapspec_interrupt(struct llama_context * ctx);
     "knapspec_interrupt": (None, [_p]),
     # void knapspec_interrupt_clear(struct llama_context * ctx);

@@ -365,6 +365,14 @@ class LlamaBackend(Closing):
         self._lib.knapspec_get_graph_stats(self.pointer, ctypes.byref(stats))
         return {name: int(getattr(stats, name)) for name in bindings.GRAPH_STATS}
 
+    def varying_weights(self) -> list[str]:
+        """Names of the weights whose products may depend, bit for bit, on how many tokens are
+        computed at once. Empty: those of all weights do not, up to 16 tokens; attention is not
+        looked at."""
+        count = self._lib.knapspec_n_varying_weights(self.pointer)
+        names = [self._lib.knapspec_varying_weight(self.pointer, i) for i in range(count)]
+        return [name.decode() for name in names]
+
     # the four verbs
 
     def check_sampling(self, sampling: Sampling) -> None:

@@ -1,6 +1,7 @@
 #include "knapspec-branch.h"
 #include "knapspec-context.h"
 #include "knapspec-grammar.h"
+#include "knapspec-kernels.h"
 
 #include "llama-batch.h"
 #include "llama-context.h"
@@ -258,6 +259,7 @@ void knapspec_context::before_split(const llm_graph_result & res) {
         return;
     }
     n_learned_positions = knapspec_learned_positions(res);
+    found_uncovered     = knapspec_uncovered_weights(res.get_gf());
     const auto items = knapspec_find_sublayers(res, why_not, true);
     for (const knapspec_item & item : items) {
         found.push_back(item.info);
@@ -270,6 +272,11 @@ void knapspec_context::before_split(const llm_graph_result & res) {
 const std::vector<knapspec_traits> & knapspec_context::traits() {
     analyse();
     return found_traits;
+}
+
+const std::vector<std::string> & knapspec_context::uncovered_weights() {
+    analyse();
+    return found_uncovered;
 }
 
 int64_t knapspec_context::learned_positions() {
@@ -715,6 +722,15 @@ int32_t knapspec_sublayer_traits(llama_context * ctx, int32_t i, knapspec_traits
     }
     *out = traits[i];
     return KNAPSPEC_OK;
+}
+
+int32_t knapspec_n_varying_weights(llama_context * ctx) {
+    return (int32_t) knapspec_context::of(ctx).uncovered_weights().size();
+}
+
+const char * knapspec_varying_weight(llama_context * ctx, int32_t i) {
+    const auto & names = knapspec_context::of(ctx).uncovered_weights();
+    return i >= 0 && i < (int32_t) names.size() ? names[i].c_str() : nullptr;
 }
 
 int32_t knapspec_learned_positions(llama_context * ctx) {

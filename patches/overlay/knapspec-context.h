@@ -51,6 +51,7 @@ public:
     const std::vector<knapspec_sublayer_info> & sublayers();
     const std::vector<knapspec_traits> & traits();
     int64_t learned_positions();
+    const std::vector<std::string> & uncovered_weights();
     const std::string & refusal();
 
     int32_t set_plan(const int32_t * modes, int32_t n);
@@ -103,6 +104,7 @@ private:
     bool                                analysing = false;
     std::vector<knapspec_sublayer_info> found;
     std::vector<knapspec_traits>        found_traits;
+    std::vector<std::string>            found_uncovered;
     int64_t                             n_learned_positions = 0;
     int32_t                             n_stream = 0; // width of the residual stream
     std::string                         why_not;

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
-#define KNAPSPEC_ABI 4
+#define KNAPSPEC_ABI 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -223,6 +223,18 @@ LLAMA_API bool knapspec_grammar_allows(
         const llama_token       * answer,
         int32_t                   n_answer,
         llama_token               token);
+
+// The CPU kernels of ours (overlay/ggml-cpu), on unless the environment has KNAPSPEC_EDGE_KERNELS=0. Off, every node is
+// computed by upstream's. For the whole process, and not while a context computes. get is false where no CPU backend is
+// loaded.
+LLAMA_API void knapspec_set_kernels(bool enable);
+LLAMA_API bool knapspec_get_kernels(void);
+
+// Weights whose products may depend, bit for bit, on how many tokens are computed at once: no kernel of ours covers them
+// (their type, their layout, experts, another device). With the switch off that holds of all of them. What is not listed gives a token the same
+// bits alone and among up to 16. Attention is not looked at. `name` is valid until the context is freed; NULL outside.
+LLAMA_API int32_t      knapspec_n_varying_weights(struct llama_context * ctx);
+LLAMA_API const char * knapspec_varying_weight   (struct llama_context * ctx, int32_t i);
 
 // Make the running (or the next) computation of this context return KNAPSPEC_ABORTED. Safe from any thread.
 LLAMA_API void knapspec_interrupt      (struct llama_context * ctx);

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from knapspec_edge.native import library
 from knapspec_edge.native.library import library_file, library_folder
 
 from .oracle import Worker
@@ -56,3 +57,13 @@ def patched(patched_library: Path) -> Iterator[Worker]:
 def pristine(pristine_library: Path) -> Iterator[Worker]:
     with Worker(pristine_library) as worker:
         yield worker
+
+
+@pytest.fixture
+def upstream_kernels(patched_library: Path) -> Iterator[None]:
+    """Only upstream's CPU kernels for a while, in this process; workers never use ours."""
+    lib = library.load()._lib
+    before = lib.knapspec_get_kernels()
+    lib.knapspec_set_kernels(False)
+    yield
+    lib.knapspec_set_kernels(before)

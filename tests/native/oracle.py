@@ -67,7 +67,12 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "LLAMA_CPP_LIB_PATH": os.fspath(self.library)}
+        environment = {
+            **os.environ,
+            "LLAMA_CPP_LIB_PATH": os.fspath(self.library),
+            # builds are compared bit for bit, and kernels of ours round differently
+            "KNAPSPEC_EDGE_KERNELS": "0",
+        }
         script = Path(__file__).with_name("logits_worker.py")
         return subprocess.Popen(
             [sys.executable, os.fspath(script)],

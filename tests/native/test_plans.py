@@ -207,6 +207,7 @@ def test_kept_graphs_are_bounded(tiny: Path, patched_library: Path) -> None:
         assert stats["n_evicted"] == 4
 
 
+@pytest.mark.usefixtures("upstream_kernels")
 def test_the_backend_equals_the_unpatched_library(
     tiny: Path, backend: Any, pristine: Worker
 ) -> None:
