@@ -32,6 +32,7 @@ from .cli_options import (
 from .cli_summarize import summarize
 from .config import CTX_TOKENS_MAX, OVERFLOWS, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
+from .folders import expanded
 from .native.giving_up import on_abort
 
 if TYPE_CHECKING:
@@ -212,7 +213,6 @@ def chat(
 
     /help inside lists the commands. Ctrl-C stops an answer, a second one leaves, like Ctrl-D.
     """
-    from pathlib import Path
 
     from .apps.chat import loaded_line
     from .apps.conversation import Conversation
@@ -223,8 +223,8 @@ def chat(
     terminal = Terminal(quiet=quiet, verbose=verbose)
     settings = answer_settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
-    source = None if load is None else Path(load).expanduser()
-    kept_in = None if save is None else Path(save).expanduser()
+    source = None if load is None else expanded(load)
+    kept_in = None if save is None else expanded(save)
     begun = begin(source, kept_in, settings, system=options["system"], overflow=overflow)
     try:
         with open_model(model, options, terminal, needs_template=True) as engine:
@@ -527,14 +527,13 @@ def profile(
       knapspec-edge profile model.gguf --ctx 32768 --budget 180 --plot profile.html
       knapspec-edge profile model.gguf --kv-type auto --json > profile.json
     """
-    from pathlib import Path
 
     from .apps import profile as app
     from .apps import profile_report
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    drawing = None if plot is None else Path(os.path.expanduser(plot))
+    drawing = None if plot is None else expanded(plot)
     if drawing is not None:
         from .apps import plots
 
@@ -630,15 +629,14 @@ def plan(
       knapspec-edge plan model.gguf --at 4096 --plot plan.html
       knapspec-edge plan model.gguf --at 2048 --save mine.json --json > plan.json
     """
-    from pathlib import Path
 
     from .apps import files, plan_report
     from .apps import plan as app
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    drawing = None if plot is None else Path(os.path.expanduser(plot))
-    plan_file = None if save is None else Path(os.path.expanduser(save))
+    drawing = None if plot is None else expanded(plot)
+    plan_file = None if save is None else expanded(save)
     if drawing is not None:
         from .apps import plots
 

@@ -13,7 +13,7 @@ from .apps.conversation import Conversation
 from .apps.summary import statistics_line
 from .engine import TextEvent
 from .errors import Interrupted, KnapspecError, UsageError
-from .folders import state_root
+from .folders import expanded, state_root
 from .terminal import Terminal, is_terminal
 from .text.thoughts import ThoughtSplitter
 
@@ -143,7 +143,7 @@ def history_file(option: str | None) -> Path | None:
     """Where --history has what is typed kept; None: nowhere."""
     if option is None:
         return state_root() / "chat-history"
-    return None if option.lower() in ("", "off", "none") else Path(option).expanduser()
+    return None if option.lower() in ("", "off", "none") else expanded(option)
 
 
 def _plain_lines(stream: IO[str] | None) -> ReadLine:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import UsageError
+from ..folders import expanded
 from . import json_schema
 
 ANY_JSON = "json"  # in place of a schema: any JSON value
@@ -87,7 +87,7 @@ def _read(path: str, what: str) -> str:
     if not path:  # which would be the current folder
         raise UsageError(f"{what} is empty; give a file")
     try:
-        file = Path(path).expanduser()
+        file = expanded(path)
         if file.stat().st_size > _MAX_FILE_BYTES:
             raise UsageError(f"cannot read {what} {path}: it is too large")
         text = file.read_bytes().decode("utf-8")

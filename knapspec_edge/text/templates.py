@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from .. import arguments
 from ..errors import ModelError, UsageError
+from ..folders import expanded
 from ..native import library
 from .builtin_templates import BUILTIN
 from .vocabulary import Vocabulary, start_prompt
@@ -307,21 +308,24 @@ def template_identity(override: str) -> str:
 
 
 def _read_template(path: str) -> str:
-    file = Path(path).expanduser()
+    file = expanded(path)
     try:
         if file.stat().st_size > _MAX_TEMPLATE_BYTES:
             raise UsageError(f"{path} is too large for a chat template")
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(
-            f"no chat template {path!r}: neither a file nor one of {', '.join(BUILTIN)}"
+            f"no chat template {arguments.shown(path)}: neither a file nor one of "
+            f"{', '.join(BUILTIN)}"
         ) from None
     except OSError as error:
         raise UsageError(
-            f"cannot read the template file {path}: {error.strerror or error}"
+            f"cannot read the template file {arguments.cut(path)}: {error.strerror or error}"
         ) from None
     except UnicodeDecodeError:
         raise UsageError(f"the template file {path} is not UTF-8 text") from None
+    except ValueError:
+        raise UsageError(f"{arguments.shown(path)} cannot be the name of a file") from None
 
 
 class _Renderer:
