@@ -30,9 +30,9 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import CTX_TOKENS_MAX, OVERFLOWS, POLICIES
+from .config import CTX_TOKENS_MAX, DEFAULTS, OVERFLOWS, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
-from .folders import expanded
+from .folders import expanded, read_at_most
 from .native.giving_up import on_abort
 
 if TYPE_CHECKING:
@@ -841,8 +841,7 @@ def _content(file: str | None) -> str | None:
 
     if file is not None and file != "-":
         try:
-            with open(os.path.expanduser(file), "rb") as stream:
-                data = stream.read()
+            data = read_at_most(expanded(file), DEFAULTS.document_bytes_max)
         except OSError as error:
             raise UsageError(f"cannot read {file}: {error.strerror or error}") from None
         name = file
@@ -851,11 +850,15 @@ def _content(file: str | None) -> str | None:
     else:
         name = "standard input"
         try:
-            data = sys.stdin.buffer.read()
+            data = sys.stdin.buffer.read(DEFAULTS.document_bytes_max + 1)
         except OSError as error:  # not open, or a folder
             if file is None:
                 return None
             raise UsageError(f"cannot read standard input: {error.strerror or error}") from None
+    if len(data) > DEFAULTS.document_bytes_max:
+        raise UsageError(
+            f"{name} has more than {DEFAULTS.document_bytes_max >> 20} MiB, the most that is read"
+        )
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError:

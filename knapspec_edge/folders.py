@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,6 +11,18 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     """With ~ as the user's folder. Unlike Path.expanduser, what names nobody stays as it is, and is
     then a path that does not exist."""
     return Path(os.path.expanduser(path))
+
+
+def read_at_most(path: str | os.PathLike[str], n_bytes: int) -> bytes:
+    """All of a file, or of a pipe or device, whose size is known only once it was read.
+
+    Raises OSError, also where that is more than `n_bytes`.
+    """
+    with open(path, "rb") as file:
+        data = file.read(n_bytes + 1)
+    if len(data) > n_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {n_bytes >> 20} MiB, the most that is read")
+    return data
 
 
 def cache_root() -> Path:

@@ -27,6 +27,7 @@ from typing import Any
 
 from ..config import OVERFLOWS
 from ..errors import OutputError, UsageError
+from ..folders import read_at_most
 from ..sampling import VALUES, Settings, parse_bias
 from ..text.templates import Message
 from .files import check_writable, target, temporary
@@ -56,9 +57,7 @@ def load(path: Path) -> Saved:
     try:
         if path.is_dir():
             raise UsageError(f"cannot read {path}: it is a folder")
-        if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} is too large for a conversation")
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_at_most(path, _MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"there is no conversation {path}: no such file") from None
     except UnicodeDecodeError:

@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import arguments
 from ..errors import ModelError, UsageError
-from ..folders import expanded
+from ..folders import expanded, read_at_most
 from ..native import library
 from .builtin_templates import BUILTIN
 from .vocabulary import Vocabulary, start_prompt
@@ -310,9 +310,8 @@ def template_identity(override: str) -> str:
 def _read_template(path: str) -> str:
     file = expanded(path)
     try:
-        if file.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise UsageError(f"{path} is too large for a chat template")
-        return file.read_text(encoding="utf-8")
+        text = read_at_most(file, _MAX_TEMPLATE_BYTES).decode("utf-8")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UsageError(
             f"no chat template {arguments.shown(path)}: neither a file nor one of "
