@@ -442,7 +442,7 @@ def test_what_cannot_be_read_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
-    Path("model.gguf").write_bytes(b"GGUF....")
+    Path("model.gguf").write_bytes(b"GGUF\3\0\0\0")
     conversation = Conversation(scripted_engine())
     with pytest.raises(KnapspecError) as caught:
         command(conversation, f"/read {name}")
@@ -649,3 +649,25 @@ def test_what_is_asked_for_takes_the_place_of_what_was_saved(tmp_path: Path) -> 
     assert begun.settings == Settings(preset="paper", seed=9, grammar='root ::= "a"')
     with pytest.raises(UsageError, match="--load"):
         conversation_file.begin(None, file, Settings())
+
+
+def test_control_c_while_a_conversation_is_loaded_leaves_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation = Conversation(scripted_engine(), system="Be brief.")
+    list(conversation.say("hello"))
+    before = conversation.messages
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    saved = conversation_file.Saved(
+        ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(conversation._template, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.restore(saved)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.set_system("Another one.")
+    assert conversation.messages == before

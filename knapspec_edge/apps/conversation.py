@@ -299,7 +299,7 @@ class Conversation:
                 [*self.messages, Turn("?", "").message], think=self.settings.think
             )
             self._require_room(len(rendered.tokens), "with this system prompt the conversation")
-        except KnapspecError:
+        except BaseException:  # Ctrl-C, too
             self._system = before
             raise
         self._changed = True
@@ -380,7 +380,7 @@ class Conversation:
         self._turns, self._system, self.settings = turns, saved.system, saved.settings
         try:
             n_tokens = self.count(turns, Turn("?", ""))
-        except KnapspecError:
+        except BaseException:  # Ctrl-C, too
             self._turns, self._system, self.settings = before
             raise
         self._dropped, self._documents, self._news = [], [], []

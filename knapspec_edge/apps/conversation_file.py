@@ -67,7 +67,11 @@ def load(path: Path) -> Saved:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        reason = "a number is too long"
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"line {error.lineno}"
+        elif isinstance(error, RecursionError):
+            reason = "too deep"
         raise UsageError(f"{path} is no saved conversation: it is not JSON ({reason})") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UsageError(f'{path} is no saved conversation: "format" is not "{FORMAT}"')

@@ -384,6 +384,9 @@ def _fold_system(messages: list[Message]) -> list[Message] | None:
     return [{"role": "user", "content": first}, *messages[2:]]
 
 
+_PLACEHOLDER = re.compile("(?=(x[0-9a-f]{32}x))")
+
+
 def _placeholder() -> str:
     # Letters and digits only: no template filter or tokenizer rule changes it.
     return "x" + secrets.token_hex(16) + "x"
@@ -391,9 +394,14 @@ def _placeholder() -> str:
 
 def _split(text: str, marks: dict[str, str]) -> list[str]:
     """Cut text at every placeholder; placeholders are parts of their own, empty parts left out."""
-    if not marks:
-        return [text] if text else []
-    return [part for part in re.split(f"({'|'.join(marks)})", text) if part]
+    parts, at = [], 0
+    # every place is looked at, as text before a placeholder may look like the beginning of one; one
+    # pattern for all, as one of them all takes a time that grows with their number at each place
+    for match in _PLACEHOLDER.finditer(text):
+        if match[1] in marks and match.start() >= at:
+            parts += [text[at : match.start()], match[1]]
+            at = match.end(1)
+    return [part for part in (*parts, text[at:]) if part]
 
 
 def _fill(parts: Sequence[str], marks: dict[str, str], real: str) -> list[_Piece] | None:
