@@ -671,3 +671,18 @@ def test_control_c_while_a_conversation_is_loaded_leaves_the_one_before(
         with pytest.raises(KeyboardInterrupt):
             conversation.set_system("Another one.")
     assert conversation.messages == before
+
+
+def test_no_biases_are_saved_and_loaded_in_either_form(tmp_path: Path) -> None:
+    """The command line gives an empty mapping where there are none."""
+    file = tmp_path / "talk.json"
+    conversation = Conversation(scripted_engine(), Settings(logit_bias={}))
+    list(conversation.say("hello"))
+    conversation.save(file)
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert "logit_bias" not in data["settings"]
+    assert conversation_file.load(file).settings == Settings()
+    data["settings"]["logit_bias"] = []
+    file.write_text(json.dumps(data), encoding="utf-8")
+    assert conversation_file.load(file).settings == Settings()
+    Conversation(scripted_engine()).restore(conversation_file.load(file))

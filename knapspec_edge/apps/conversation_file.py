@@ -153,8 +153,8 @@ def _settings(data: Any) -> Settings:
         raise ValueError('"json_schema" is no schema')
     if "stop" in given:
         given["stop"] = tuple(given["stop"] or ())
-    if given.get("logit_bias"):
-        given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
+    if "logit_bias" in given:  # none is an empty list in some files
+        given["logit_bias"] = dict(map(parse_bias, given["logit_bias"] or ())) or None
     settings = Settings(**given)
     settings.sampling()  # what is out of range
     return settings
@@ -209,6 +209,7 @@ def _differing(settings: Settings) -> dict[str, Any]:
     """The fields that are not the default."""
     default = Settings()
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    values["logit_bias"] = values["logit_bias"] or None  # the command line gives an empty one
     return {name: v for name, v in values.items() if v != getattr(default, name)}
 
 
