@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -98,7 +98,9 @@ def _second_press_leaves(conversation: Conversation) -> Iterator[None]:
         raise
 
 
-def _turn(conversation: Conversation, terminal: Terminal, events: Iterator[TextEvent]) -> None:
+def _turn(
+    conversation: Conversation, terminal: Terminal, events: Generator[TextEvent, None, None]
+) -> None:
     terminal.progress("prompt", None)
     splitter = None
     try:
@@ -112,6 +114,8 @@ def _turn(conversation: Conversation, terminal: Terminal, events: Iterator[TextE
                     terminal.answer(text, thought=is_thought)
         terminal.end_line()
     finally:
+        # a press may come while a piece is shown: what was said enters the history first
+        events.close()
         conversation.keep()
     for notice in conversation.notices():
         terminal.notice(notice)
