@@ -30,8 +30,9 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import CTX_TOKENS_MAX, OVERFLOWS, POLICIES
+from .config import CTX_TOKENS_MAX, DEFAULTS, OVERFLOWS, POLICIES
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
+from .folders import expanded, read_at_most
 from .native.giving_up import on_abort
 
 if TYPE_CHECKING:
@@ -215,7 +216,6 @@ def chat(
 
     /help inside lists the commands. Ctrl-C stops an answer, a second one leaves, like Ctrl-D.
     """
-    from pathlib import Path
 
     from .apps.chat import loaded_line
     from .apps.conversation import Conversation
@@ -226,8 +226,8 @@ def chat(
     terminal = Terminal(quiet=quiet, verbose=verbose)
     settings = answer_settings(options)
     settings.sampling()  # a value out of range is reported before the model is loaded
-    source = None if load is None else Path(load).expanduser()
-    kept_in = None if save is None else Path(save).expanduser()
+    source = None if load is None else expanded(load)
+    kept_in = None if save is None else expanded(save)
     begun = begin(source, kept_in, settings, system=options["system"], overflow=overflow)
     try:
         with open_model(model, options, terminal, needs_template=True) as engine:
@@ -530,14 +530,13 @@ def profile(
       knapspec-edge profile model.gguf --ctx 32768 --budget 180 --plot profile.html
       knapspec-edge profile model.gguf --kv-type auto --json > profile.json
     """
-    from pathlib import Path
 
     from .apps import profile as app
     from .apps import profile_report
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    drawing = None if plot is None else Path(os.path.expanduser(plot))
+    drawing = None if plot is None else expanded(plot)
     if drawing is not None:
         from .apps import plots
 
@@ -633,15 +632,14 @@ def plan(
       knapspec-edge plan model.gguf --at 4096 --plot plan.html
       knapspec-edge plan model.gguf --at 2048 --save mine.json --json > plan.json
     """
-    from pathlib import Path
 
     from .apps import files, plan_report
     from .apps import plan as app
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    drawing = None if plot is None else Path(os.path.expanduser(plot))
-    plan_file = None if save is None else Path(os.path.expanduser(save))
+    drawing = None if plot is None else expanded(plot)
+    plan_file = None if save is None else expanded(save)
     if drawing is not None:
         from .apps import plots
 
@@ -845,8 +843,7 @@ def _content(file: str | None) -> str | None:
 
     if file is not None and file != "-":
         try:
-            with open(os.path.expanduser(file), "rb") as stream:
-                data = stream.read()
+            data = read_at_most(expanded(file), DEFAULTS.document_bytes_max)
         except OSError as error:
             raise UsageError(f"cannot read {file}: {error.strerror or error}") from None
         name = file
@@ -855,11 +852,15 @@ def _content(file: str | None) -> str | None:
     else:
         name = "standard input"
         try:
-            data = sys.stdin.buffer.read()
+            data = sys.stdin.buffer.read(DEFAULTS.document_bytes_max + 1)
         except OSError as error:  # not open, or a folder
             if file is None:
                 return None
             raise UsageError(f"cannot read standard input: {error.strerror or error}") from None
+    if len(data) > DEFAULTS.document_bytes_max:
+        raise UsageError(
+            f"{name} has more than {DEFAULTS.document_bytes_max >> 20} MiB, the most that is read"
+        )
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError:

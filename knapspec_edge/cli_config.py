@@ -20,7 +20,7 @@ import click
 from click.core import ParameterSource
 
 from .errors import KnapspecError, UsageError
-from .folders import config_file
+from .folders import config_file, expanded
 
 PREFIX = "KNAPSPEC_EDGE_"
 MODEL_VARIABLE = f"{PREFIX}MODEL"
@@ -157,14 +157,19 @@ def _origins(ctx: click.Context, message: str) -> list[str]:
             where = MODEL_VARIABLE if in_environment else f"model in {loaded(ctx).path}"
         if where is None:
             continue
-        named = re.search(rf"(?<![\w-])(--)?{re.escape(key)}(?![\w-])", message)
+        words = re.escape(key).replace(r"\-", "[- ]")  # "the JSON schema" is json-schema
+        named = re.search(rf"(?<![\w-])(--)?{words}(?![\w-])", message, re.IGNORECASE)
         if key == "model":  # a word of many messages
             named = None
-        if named or (isinstance(value, str) and len(value) > 2 and value in message):
+        if named or (isinstance(value, str) and len(value) > 2 and _speaks_of(message, value)):
             found.append(
                 f"{key} comes from {where}" if where == variable(param) else f"see {where}"
             )
     return found
+
+
+def _speaks_of(message: str, value: str) -> bool:
+    return value in message or str(expanded(value)) in message
 
 
 # -- reading the file
@@ -237,6 +242,7 @@ class _Reader:
             problems = [self._problem(c, keys(c)[known], value) for c in takers[known]]
             if None not in problems:
                 raise self._error(place, key, f"{key} is {_shown(value)}; {problems[0]}")
+            self._check_once(place, key, known, table)
             settings[known] = value
         result: dict[str, Any] = {}
         for name, command in group.commands.items():
@@ -263,6 +269,7 @@ class _Reader:
             problem = self._problem(command, known[name], value)
             if problem is not None:
                 raise self._error(place, key, f"{key} is {_shown(value)}; {problem}")
+            self._check_once(place, key, name, table)
             settings[name] = value
         return {known[k].name or k: _for_click(known[k], v) for k, v in settings.items()}
 
@@ -286,6 +293,13 @@ class _Reader:
         except KnapspecError as error:
             return str(error)
         return None
+
+    def _check_once(
+        self, place: tuple[str, ...], key: str, name: str, table: Mapping[str, Any]
+    ) -> None:
+        """TOML itself takes min_p and min-p for two keys."""
+        if key != name and name in table:
+            raise self._error(place, key, f"{name} is given twice, as {key} and as {name}")
 
     def _unknown(self, place: tuple[str, ...], key: str, known: list[str]) -> UsageError:
         near = difflib.get_close_matches(key.replace("_", "-"), known, n=1, cutoff=0.5)

@@ -72,7 +72,10 @@ class Number(click.FloatRange):
 def _biases(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float]:
-    return dict(map(parse_bias, values))
+    try:
+        return dict(map(parse_bias, values))
+    except UsageError as error:  # click says where it comes from
+        raise click.BadParameter(str(error), ctx, param) from None
 
 
 def _value(field: str, text: str) -> Callable[[F], F]:

@@ -23,6 +23,7 @@ from .cli_options import (
     with_options,
 )
 from .errors import Interrupted, ModelError, UsageError
+from .folders import expanded
 
 if TYPE_CHECKING:
     from .apps.jsonl import Record
@@ -121,7 +122,6 @@ def _summarize(
     *,
     verbose: bool,
 ) -> int:
-    from pathlib import Path
 
     from .apps import summarize_job as app
     from .apps.jsonl import RecordFile
@@ -140,7 +140,7 @@ def _summarize(
         if target is None or target == "-":
             output = _StandardOutput(terminal)
         else:
-            path = Path(target).expanduser()
+            path = expanded(target)
             output = stack.enter_context(RecordFile(path, app.FIRST_KEY))
             if output.repaired is not None:
                 terminal.warning(output.repaired)

@@ -34,6 +34,7 @@ from .errors import (
     PlanError,
     UsageError,
 )
+from .folders import expanded
 from .latency.exactness import Exactness, exactness
 from .records import Draft, RoundTimes, Sampling, Stats, TokenEvent
 from .sampling import Settings as Settings
@@ -64,6 +65,7 @@ Progress = Callable[[str, float | None], None]
 _DRIFT_INTERVAL_ROUNDS = 16
 
 _ENGINE_CLOSED = "the engine was closed"
+_INTERRUPTED = "interrupted"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -235,10 +237,10 @@ class Answer(Closing):
         self._events.close()
         self._finish()
 
-    def break_off(self) -> None:
-        """For an engine that is closed: who goes on reading gets Interrupted."""
+    def break_off(self, reason: str) -> None:
+        """For the engine, within a turn: who goes on reading gets Interrupted, with the reason."""
         if not self.ended:
-            self._broken_off = _ENGINE_CLOSED
+            self._broken_off = reason
             self.end()
             self.stats.finish_reason = self.stats.finish_reason or "interrupted"
 
@@ -357,7 +359,7 @@ class Engine(Closing):
         spec: str | os.PathLike[str] = "auto",
         policy: str = POLICIES[0],
         exact: str = EXACTNESS[0],
-        template: str | None = None,
+        template: str | os.PathLike[str] | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
         purpose: str | None = None,
@@ -397,11 +399,18 @@ class Engine(Closing):
         arguments.text("kv_type", kv_type)
         arguments.text("flash_attn", flash_attn)
         arguments.path_or_none("template", template)
+        arguments.flag("needs_template", needs_template)
         arguments.callable_or_none("progress", progress)
         if not isinstance(config, Config):
-            raise UsageError(f"config is {config!r}; give a knapspec_edge.config.Config")
-        if purpose not in (None, "plain", "speculation"):
-            raise UsageError(f"purpose is {purpose!r}; it has to be 'plain' or 'speculation'")
+            raise UsageError(
+                f"config is {arguments.shown(config)}; give a knapspec_edge.config.Config"
+            )
+        if purpose is not None and (
+            not isinstance(purpose, str) or purpose not in ("plain", "speculation")
+        ):
+            raise UsageError(
+                f"purpose is {arguments.shown(purpose)}; it has to be 'plain' or 'speculation'"
+            )
         if expected_tokens is not None and expected_tokens < 1:
             raise UsageError(f"expected_tokens is {expected_tokens}; it has to be at least 1")
         if ctx is not None and ctx < 1:
@@ -410,8 +419,7 @@ class Engine(Closing):
             raise UsageError(f"the number of threads is {threads}; it has to be at least 1")
         _check_spec(spec)
         _check_policy(policy)
-        if exact not in EXACTNESS:
-            raise UsageError(f"--exact {exact} is unknown: choose one of {', '.join(EXACTNESS)}")
+        arguments.choice("--exact", exact, EXACTNESS)
         strict = exact == EXACTNESS[1]
         if strict and flash_attn == "auto":
             flash_attn = "on"  # llama.cpp's attention without it depends on the width of a pass
@@ -474,7 +482,7 @@ class Engine(Closing):
                 engine = cls(
                     opened,
                     backend,
-                    template=template,
+                    template=None if template is None else os.fspath(template),
                     config=config,
                     info=info,
                     warnings=warnings,
@@ -538,6 +546,11 @@ class Engine(Closing):
             self._break_off_latest()
             self._resources.close()
 
+    def __enter__(self) -> Engine:
+        """Raises ClosedError."""
+        self._turns.check()
+        return self
+
     def __repr__(self) -> str:
         state = "closed" if self._turns.closed else f"n_ctx={self.n_ctx}"
         return f"<Engine {self.name!r} {state}>"
@@ -565,12 +578,15 @@ class Engine(Closing):
 
     def _break_off_latest(self) -> None:
         if self._latest is not None:
-            self._latest.break_off()
+            self._latest.break_off(_ENGINE_CLOSED)
             self._latest = None
 
     def _check_free(self) -> None:
         """Within a turn: no other thread has an unfinished answer. Raises BusyError."""
         latest = self._latest
+        if latest is not None and self._interrupted:
+            # nobody was computing it, so nobody has noticed yet; whoever reads on does
+            latest.break_off(_INTERRUPTED)
         if latest is not None and not latest.ended:
             reader = latest.reader
             if reader is not threading.current_thread() and reader.is_alive():
@@ -713,7 +729,7 @@ class Engine(Closing):
                 guarded=state == "on" and spec == "auto",
             )
         else:
-            chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(Path(spec)))
+            chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(expanded(spec)))
         if chosen.state == "on":
             found = self._examine(progress)
             compared = chosen.draft is None or chosen.draft.max_tokens < found.tokens
@@ -795,6 +811,7 @@ class Engine(Closing):
         """
         arguments.number("budget_seconds", budget_seconds)
         arguments.callable_or_none("progress", progress)
+        budget_seconds = float(budget_seconds)
         from .latency import kept
         from .latency.profiler import measure_latency
 
@@ -845,6 +862,7 @@ class Engine(Closing):
         arguments.callable_or_none("progress", progress)
         if budget_seconds is not None:
             arguments.number("budget_seconds", budget_seconds)
+            budget_seconds = float(budget_seconds)
             if not 0.0 < budget_seconds < math.inf:
                 raise UsageError(
                     f"the budget is {budget_seconds} seconds; it has to be more than 0 and finite"
@@ -1008,6 +1026,7 @@ class Engine(Closing):
         UsageError for settings out of range or an empty prompt, ContextError if the prompt leaves
         no room, BusyError, ClosedError. The KV cache is reused as far as prompts agree.
         """
+        arguments.flag("parse_special", parse_special)
         if isinstance(prompt, str):
             tokens = tokenize_prompt(self.vocabulary, prompt, parse_special=parse_special)
         else:
@@ -1180,8 +1199,7 @@ def _settings_reason(best: Candidate, threads: int | None, kv_type: str, flash_a
 
 
 def _check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise UsageError(f"--policy {policy} is unknown: choose one of {', '.join(POLICIES)}")
+    arguments.choice("--policy", policy, POLICIES)
 
 
 def _settings(settings: Settings | None) -> Settings:
@@ -1198,15 +1216,17 @@ def _check_spec(spec: str | os.PathLike[str]) -> None:
     if isinstance(spec, str) and spec in ("auto", "on", "off"):
         return
     if not isinstance(spec, str | os.PathLike):
-        raise UsageError(f"spec is {spec!r}; give auto, on, off, or the path of a plan file")
+        raise UsageError(
+            f"spec is {arguments.shown(spec)}; give auto, on, off, or the path of a plan file"
+        )
     try:
-        is_file = Path(spec).is_file()
-    except (OSError, ValueError):  # too long, a zero byte, a folder that may not be read
+        is_file = expanded(spec).is_file()
+    # too long, a zero byte, a folder that may not be read, an __fspath__ that gives no text
+    except (OSError, ValueError, TypeError):
         is_file = False
     if not is_file:
-        raise UsageError(
-            f"--spec {os.fspath(spec)}: give auto, on, off, or the path of a plan file"
-        )
+        given = arguments.cut(str(spec))
+        raise UsageError(f"--spec {given}: give auto, on, off, or the path of a plan file")
 
 
 def _load_progress(progress: Progress) -> Callable[[float], bool]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from .errors import ModelError
+from .folders import expanded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -298,7 +299,7 @@ def inspect(path: str | os.PathLike[str]) -> GgufInfo:
     Raises ModelError, with one line that says what to do, for anything that cannot be loaded as a
     model: see the functions below.
     """
-    given = Path(path).expanduser()
+    given = expanded(path)
     first = _read_header(given)
     _refuse_other_contents(given, first)
     paths = _split_paths(given, first)

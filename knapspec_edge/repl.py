@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -13,7 +13,7 @@ from .apps.conversation import Conversation
 from .apps.summary import statistics_line
 from .engine import TextEvent
 from .errors import Interrupted, KnapspecError, UsageError
-from .folders import state_root
+from .folders import expanded, state_root
 from .terminal import Terminal, is_terminal
 from .text.thoughts import ThoughtSplitter
 
@@ -98,7 +98,9 @@ def _second_press_leaves(conversation: Conversation) -> Iterator[None]:
         raise
 
 
-def _turn(conversation: Conversation, terminal: Terminal, events: Iterator[TextEvent]) -> None:
+def _turn(
+    conversation: Conversation, terminal: Terminal, events: Generator[TextEvent, None, None]
+) -> None:
     terminal.progress("prompt", None)
     splitter = None
     try:
@@ -112,6 +114,8 @@ def _turn(conversation: Conversation, terminal: Terminal, events: Iterator[TextE
                     terminal.answer(text, thought=is_thought)
         terminal.end_line()
     finally:
+        # a press may come while a piece is shown: what was said enters the history first
+        events.close()
         conversation.keep()
     for notice in conversation.notices():
         terminal.notice(notice)
@@ -143,7 +147,7 @@ def history_file(option: str | None) -> Path | None:
     """Where --history has what is typed kept; None: nowhere."""
     if option is None:
         return state_root() / "chat-history"
-    return None if option.lower() in ("", "off", "none") else Path(option).expanduser()
+    return None if option.lower() in ("", "off", "none") else expanded(option)
 
 
 def _plain_lines(stream: IO[str] | None) -> ReadLine:

@@ -49,7 +49,13 @@ class Value:
             kind = "whole number" if self.whole else "number"
             high = MAX_COUNT if self.high == MAX_COUNT else f"{self.high:g}"
             within = f"between {self.low:g} and {high}"
-            raise UsageError(f"{self.name} is {value}; it has to be a {kind} {within}")
+            raise UsageError(
+                f"{self.name} is {arguments.shown(value)}; it has to be a {kind} {within}"
+            )
+
+    def plain(self, value: Any) -> float:
+        """A checked value as Python's own number, for native code and JSON."""
+        return int(value) if self.whole else float(value)
 
 
 # By field of Settings, in the order in which llama.cpp applies them.
@@ -118,7 +124,8 @@ class Settings:
         """
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
             raise UsageError(
-                f"there is no preset {self.preset!r}; choose one of {', '.join(PRESETS)}"
+                f"there is no preset {arguments.shown(self.preset)}; choose one of "
+                f"{', '.join(PRESETS)}"
             )
         for name, value in VALUES.items():
             if getattr(self, name) is not None:
@@ -129,8 +136,8 @@ class Settings:
         arguments.whole_or_none("max-tokens", self.max_tokens)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"max-tokens is {self.max_tokens}; it has to be at least 1")
-        if self.temperature_first not in (None, True, False):
-            raise UsageError(f"temperature-first is {self.temperature_first!r}; give True or False")
+        arguments.flag_or_none("temperature-first", self.temperature_first)
+        arguments.flag_or_none("think", self.think)
         for text in self.stop_texts():
             arguments.text("a stop text", text)
             if not text:
@@ -149,7 +156,7 @@ class Settings:
         if seed is None or seed == -1:
             # Greedy decoding uses no random numbers, so no seed needs to be remembered.
             seed = secrets.randbelow(2**32) if chosen.temperature > 0.0 else 0
-        return replace(chosen, seed=seed)
+        return replace(chosen, seed=int(seed))  # NumPy's whole numbers are narrower
 
     def stop_texts(self) -> tuple[str, ...]:
         """The texts that end the answer. Raises UsageError where `stop` holds none."""
@@ -158,7 +165,9 @@ class Settings:
         try:
             return tuple(self.stop)
         except TypeError:
-            raise UsageError(f"stop is {self.stop!r}; give a text or several") from None
+            raise UsageError(
+                f"stop is {arguments.shown(self.stop)}; give a text or several"
+            ) from None
 
     def notices(self) -> tuple[str, ...]:
         """What was asked for and has no effect, one line each. Raises as `sampling`."""
@@ -185,19 +194,26 @@ class Settings:
         """What overrides the preset, by field of the record."""
         names = (*VALUES, "temperature_first")
         values = {name: getattr(self, name) for name in names}
-        return {_RECORD_FIELD.get(n, n): v for n, v in values.items() if v is not None}
+        return {
+            _RECORD_FIELD.get(name, name): VALUES[name].plain(value) if name in VALUES else value
+            for name, value in values.items()
+            if value is not None
+        }
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise UsageError(f"logit-bias is {self.logit_bias!r}; give {{token id: bias}}")
+            raise UsageError(
+                f"logit-bias is {arguments.shown(self.logit_bias)}; give {{token id: bias}}"
+            )
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, Integral) or token < 0:
-                raise UsageError(f"logit-bias: {token!r} is no token id")
+                raise UsageError(f"logit-bias: {arguments.shown(token)} is no token id")
             is_number = isinstance(bias, Real)
             if not is_number or not (abs(bias) <= _MAX_BIAS or bias == -math.inf):
                 raise UsageError(
-                    f"logit-bias of token {token} is {bias}; it has to be a number between "
-                    f"{-_MAX_BIAS:g} and {_MAX_BIAS:g}, or -inf, which forbids the token"
+                    f"logit-bias of token {token} is {arguments.shown(bias)}; it has to be a "
+                    f"number between {-_MAX_BIAS:g} and {_MAX_BIAS:g}, or -inf, which forbids the "
+                    "token"
                 )
         return tuple(sorted((int(t), float(b)) for t, b in (self.logit_bias or {}).items()))
 

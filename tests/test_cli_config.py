@@ -119,6 +119,8 @@ BROKEN = [
     ("threads =", "is not TOML: Invalid value (at end of document)"),
     ("threads = 1\nthreads = 2", "is not TOML: Cannot overwrite a value"),
     ("[models]\nctx = 5", "line 2: there is no setting ctx"),
+    ("min_p = 0.1\nmin-p = 0.2", "line 1: min-p is given twice, as min_p and as min-p"),
+    ("[chat]\nmin-p = 0.1\nmin_p = 0.2", "line 3: min-p is given twice"),
 ]
 
 
@@ -175,6 +177,16 @@ def test_errors_that_come_later_name_the_place_too(
     assert "comes from" not in call("chat", str(tmp_path / "typed.gguf"))
     monkeypatch.setenv("KNAPSPEC_EDGE_GRAMMAR", "no-such.gbnf")
     assert "(grammar comes from KNAPSPEC_EDGE_GRAMMAR)" in call("chat", code=2)
+    monkeypatch.setenv("KNAPSPEC_EDGE_GRAMMAR", "")
+    monkeypatch.setenv("KNAPSPEC_EDGE_JSON_SCHEMA", "{")
+    assert "(json-schema comes from KNAPSPEC_EDGE_JSON_SCHEMA)" in call("chat", code=2)
+    monkeypatch.setenv("KNAPSPEC_EDGE_LOGIT_BIAS", "x")
+    assert "Invalid value for KNAPSPEC_EDGE_LOGIT_BIAS: " in call("chat", code=2)
+    monkeypatch.delenv("KNAPSPEC_EDGE_LOGIT_BIAS")
+    monkeypatch.delenv("KNAPSPEC_EDGE_JSON_SCHEMA")
+    monkeypatch.delenv("KNAPSPEC_EDGE_MODEL")
+    config.write_text("model = '~/no-such-model.gguf'\n")  # shown as the path that it means
+    assert f"no-such-model.gguf (see model in {config})" in call("chat")
 
 
 def test_config_shows_what_holds_and_where_it_comes_from(

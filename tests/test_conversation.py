@@ -661,3 +661,40 @@ def test_what_is_asked_for_takes_the_place_of_what_was_saved(tmp_path: Path) -> 
     assert begun.settings == Settings(preset="paper", seed=9, grammar='root ::= "a"')
     with pytest.raises(UsageError, match="--load"):
         conversation_file.begin(None, file, Settings())
+
+
+def test_control_c_while_a_conversation_is_loaded_leaves_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation = Conversation(scripted_engine(), system="Be brief.")
+    list(conversation.say("hello"))
+    before = conversation.messages
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    saved = conversation_file.Saved(
+        ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(conversation._template, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.restore(saved)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.set_system("Another one.")
+    assert conversation.messages == before
+
+
+def test_no_biases_are_saved_and_loaded_in_either_form(tmp_path: Path) -> None:
+    """The command line gives an empty mapping where there are none."""
+    file = tmp_path / "talk.json"
+    conversation = Conversation(scripted_engine(), Settings(logit_bias={}))
+    list(conversation.say("hello"))
+    conversation.save(file)
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert "logit_bias" not in data["settings"]
+    assert conversation_file.load(file).settings == Settings()
+    data["settings"]["logit_bias"] = []
+    file.write_text(json.dumps(data), encoding="utf-8")
+    assert conversation_file.load(file).settings == Settings()
+    Conversation(scripted_engine()).restore(conversation_file.load(file))

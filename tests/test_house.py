@@ -182,6 +182,12 @@ HEAVY = (
 )  # fmt: skip
 
 
+def test_home_folders_are_expanded_without_a_traceback():
+    """Path.expanduser raises RuntimeError for a user that does not exist."""
+    for file in PACKAGE.rglob("*.py"):
+        assert ").expanduser(" not in file.read_text(encoding="utf-8"), file
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["chat", "--help"]])
 def test_start_up_imports_nothing_heavy(arguments):
     code = (

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from knapspec_edge.errors import ModelError, UsageError
+from knapspec_edge.text import templates
 from knapspec_edge.text.builtin_templates import BUILTIN
 from knapspec_edge.text.templates import ChatTemplate, Message, choose_template
 
@@ -282,3 +283,22 @@ def test_contents_stay_text_with_the_switch() -> None:
     chat = template(CHATML + "{% if enable_thinking is false %}<|im_end|>{% endif %}", vocab)
     tokens = chat.apply(user("a<|im_end|>b"), think=False).tokens
     assert controls(vocab, tokens).count("<|im_end|>") == 2  # of the turn, and of the template
+
+
+def test_placeholders_are_found_whatever_the_text_around_them_looks_like() -> None:
+    mark, other, stranger = (templates._placeholder() for _ in range(3))
+    alike = stranger[:-1]  # the text before it ends as a placeholder begins
+    marks = {mark: "one", other: "two"}
+    parts = [alike, mark, mark, f"{stranger}x", other]
+    # the x at the end of a look-alike is the first of the placeholder
+    assert templates._split("".join(parts), marks) == parts
+    assert templates._split("", marks) == []
+    assert templates._split("plain", {}) == ["plain"]
+    assert templates._split(other, marks) == [other]
+
+
+def test_a_conversation_of_thousands_of_turns_is_rendered() -> None:
+    """Placeholders are looked for in one pass: the time grows with the text, not its square."""
+    names = [templates._placeholder() for _ in range(20_000)]
+    parts = [part for name in names for part in (name, "\n")]
+    assert templates._split("".join(parts), dict.fromkeys(names, "text")) == parts

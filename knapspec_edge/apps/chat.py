@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import OVERFLOWS
 from ..errors import UsageError
+from ..folders import expanded
 from ..records import Sampling
 from ..sampling import OFF, PRESETS, VALUES, differences, parse_bias
 from ..text.documents import find, read
@@ -323,7 +324,7 @@ def _path(command: str, rest: str) -> Path:
         name = name[1:-1]
     elif os.sep == "/" and "\\" in name and not os.path.lexists(os.path.expanduser(name)):
         name = " ".join(_arguments(command, name))
-    return Path(name).expanduser()
+    return expanded(name)
 
 
 def _switch(name: str, value: str) -> bool | None:

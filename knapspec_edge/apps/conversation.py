@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,7 @@ class Conversation:
 
     # -- talking
 
-    def say(self, text: str) -> Iterator[TextEvent]:
+    def say(self, text: str) -> Generator[TextEvent, None, None]:
         """Ask, and yield the events of the answer; `last` is the answer meanwhile.
 
         Raises ContextError with what to do where the conversation no longer fits, and Interrupted
@@ -129,7 +129,7 @@ class Conversation:
         """
         yield from self._ask(self._turns, Turn(text, "", tuple(self._documents)))
 
-    def again(self, question: str | None = None) -> Iterator[TextEvent]:
+    def again(self, question: str | None = None) -> Generator[TextEvent, None, None]:
         """Ask the last question again, or another one in its place, with what was read for it.
 
         The turn is replaced when the new answer has ended or was stopped with some text; after an
@@ -299,7 +299,7 @@ class Conversation:
                 [*self.messages, Turn("?", "").message], think=self.settings.think
             )
             self._require_room(len(rendered.tokens), "with this system prompt the conversation")
-        except KnapspecError:
+        except BaseException:  # Ctrl-C, too
             self._system = before
             raise
         self._changed = True
@@ -380,7 +380,7 @@ class Conversation:
         self._turns, self._system, self.settings = turns, saved.system, saved.settings
         try:
             n_tokens = self.count(turns, Turn("?", ""))
-        except KnapspecError:
+        except BaseException:  # Ctrl-C, too
             self._turns, self._system, self.settings = before
             raise
         self._dropped, self._documents, self._news = [], [], []

@@ -27,6 +27,7 @@ from typing import Any
 
 from ..config import OVERFLOWS
 from ..errors import OutputError, UsageError
+from ..folders import read_at_most
 from ..sampling import VALUES, Settings, parse_bias
 from ..text.templates import Message
 from .files import check_writable, target, temporary
@@ -56,9 +57,7 @@ def load(path: Path) -> Saved:
     try:
         if path.is_dir():
             raise UsageError(f"cannot read {path}: it is a folder")
-        if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} is too large for a conversation")
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_at_most(path, _MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"there is no conversation {path}: no such file") from None
     except UnicodeDecodeError:
@@ -68,7 +67,11 @@ def load(path: Path) -> Saved:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        reason = "a number is too long"
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"line {error.lineno}"
+        elif isinstance(error, RecursionError):
+            reason = "too deep"
         raise UsageError(f"{path} is no saved conversation: it is not JSON ({reason})") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UsageError(f'{path} is no saved conversation: "format" is not "{FORMAT}"')
@@ -150,8 +153,8 @@ def _settings(data: Any) -> Settings:
         raise ValueError('"json_schema" is no schema')
     if "stop" in given:
         given["stop"] = tuple(given["stop"] or ())
-    if given.get("logit_bias") is not None:
-        given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
+    if "logit_bias" in given:  # none is an empty list in some files
+        given["logit_bias"] = dict(map(parse_bias, given["logit_bias"] or ())) or None
     settings = Settings(**given)
     settings.sampling()  # what is out of range
     return settings
@@ -206,6 +209,7 @@ def _differing(settings: Settings) -> dict[str, Any]:
     """The fields that are not the default."""
     default = Settings()
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    values["logit_bias"] = values["logit_bias"] or None  # the command line gives an empty one
     return {name: v for name, v in values.items() if v != getattr(default, name)}
 
 

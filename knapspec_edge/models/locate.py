@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelError
+from ..folders import expanded
 from . import storage
 from .fetch import Progress, get
 from .manifest import Model, find
@@ -64,10 +65,10 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     not exist is returned as it is: `gguf_check.inspect` has the words for that.
     """
     if not isinstance(name_or_path, str):
-        return Path(name_or_path).expanduser()
+        return expanded(name_or_path)
     if not name_or_path.strip():
         raise ModelError("the model's name is empty: give a name or the path of a GGUF file")
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if looks_like_path(name_or_path) or os.path.isfile(path):
         return path
     try:

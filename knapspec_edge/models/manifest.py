@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..arguments import cut
 from ..errors import ModelError
 
 if sys.version_info >= (3, 11):
@@ -89,8 +90,8 @@ def find(name: str) -> Model:
         for model in catalogue()
     )
     raise ModelError(
-        f"there is no model called {ascii(name)}: {hint}give one of {names}, or the path of a GGUF "
-        "file"
+        f"there is no model called {cut(ascii(name))}: {hint}give one of {names}, or the "
+        "path of a GGUF file"
     )
 
 

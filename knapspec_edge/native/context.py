@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import arguments
 from ..backend import Beside
 from ..closing import Closing
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX
@@ -152,10 +153,8 @@ class LlamaBackend(Closing):
         beside_tokens: int = DEFAULTS.beside_tokens,
     ) -> None:
         """Raises UsageError for a bad setting, ContextError if the context cannot be created."""
-        if kv_type not in KV_TYPES:
-            raise UsageError(f"--kv-type {kv_type} is unknown: choose one of {', '.join(KV_TYPES)}")
-        if flash_attn not in FLASH_ATTN:
-            raise UsageError(f"--flash-attn {flash_attn} is unknown: choose auto, on or off")
+        arguments.choice("--kv-type", kv_type, tuple(KV_TYPES))
+        arguments.choice("--flash-attn", flash_attn, tuple(FLASH_ATTN))
         if flash_attn == "off" and kv_type not in ("f32", "f16", "bf16"):
             raise UsageError(
                 f"--kv-type {kv_type} needs flash attention: leave --flash-attn off away, or use "

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .. import arguments
 from ..errors import PlanError
 from ..records import Kind, Plan, SubLayer, Traits
 from . import bindings, library
@@ -48,10 +49,16 @@ def read_sublayers(lib: ctypes.CDLL, context: Any) -> tuple[SubLayer, ...]:
 
 
 def _context_of(llama: Any) -> Any:
-    """`llama_context *` of a llama_cpp.Llama object, or the pointer itself."""
+    """`llama_context *` of a llama_cpp.Llama object, or the pointer itself.
+
+    Raises PlanError for anything else, as far as that can be told: any number may be a pointer.
+    """
     pointer = getattr(llama, "ctx", llama)
     if pointer is None:
         raise PlanError("this Llama object is closed")
+    is_address = type(pointer) is int and 0 < pointer < 2 ** (8 * ctypes.sizeof(ctypes.c_void_p))
+    if not is_address and not isinstance(pointer, ctypes.c_void_p | ctypes._Pointer):
+        raise PlanError(f"{type(llama).__name__} is no llama_cpp.Llama object")
     return pointer
 
 
@@ -77,6 +84,10 @@ def plan(llama: Any, skipped: Iterable[int] | Plan) -> Iterator[None]:
         chosen = skipped if isinstance(skipped, Plan) else Plan.skipping(count, list(skipped))
     except ValueError as error:
         raise PlanError(str(error)) from error
+    except TypeError:
+        raise PlanError(
+            f"the sublayers to skip are {arguments.shown(skipped)}; give their indices"
+        ) from None
     set_plan(lib, context, chosen, count)
     stack = _in_force.setdefault(_address(context), [])
     stack.append(chosen)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError, UsageError
+from ..folders import read_at_most
 from ..records import FULL, SKIP, Draft, Kind, Mode, ModeKind, Plan, SubLayer
 
 FORMAT = "knapspec-edge plan"
 VERSION = 1
+_MAX_BYTES = 16 << 20
 
 _WINDOW = re.compile(r"window:(\d+)\+(\d+)")
 
@@ -82,7 +84,7 @@ def load(
     """
     name = os.fspath(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_at_most(path, _MAX_BYTES))
     except OSError as error:
         raise UsageError(f"cannot read the plan {name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

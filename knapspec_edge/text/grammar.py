@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import UsageError
+from ..folders import expanded, read_at_most
 from . import json_schema
 
 ANY_JSON = "json"  # in place of a schema: any JSON value
@@ -87,13 +87,10 @@ def _read(path: str, what: str) -> str:
     if not path:  # which would be the current folder
         raise UsageError(f"{what} is empty; give a file")
     try:
-        file = Path(path).expanduser()
-        if file.stat().st_size > _MAX_FILE_BYTES:
-            raise UsageError(f"cannot read {what} {path}: it is too large")
-        text = file.read_bytes().decode("utf-8")
+        text = read_at_most(expanded(path), _MAX_FILE_BYTES).decode("utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"cannot read {what} {path}: it is not UTF-8 text") from None
-    except (OSError, ValueError, RuntimeError) as error:  # no such file, a zero byte, no such home
+    except (OSError, ValueError) as error:  # no such file, a zero byte
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read {what} {path}: {reason}") from None
     if "\0" in text:

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from .. import arguments
 from ..errors import ModelError, UsageError
+from ..folders import expanded, read_at_most
 from ..native import library
 from .builtin_templates import BUILTIN
 from .vocabulary import Vocabulary, start_prompt
@@ -307,21 +308,23 @@ def template_identity(override: str) -> str:
 
 
 def _read_template(path: str) -> str:
-    file = Path(path).expanduser()
+    file = expanded(path)
     try:
-        if file.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise UsageError(f"{path} is too large for a chat template")
-        return file.read_text(encoding="utf-8")
+        text = read_at_most(file, _MAX_TEMPLATE_BYTES).decode("utf-8")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UsageError(
-            f"no chat template {path!r}: neither a file nor one of {', '.join(BUILTIN)}"
+            f"no chat template {arguments.shown(path)}: neither a file nor one of "
+            f"{', '.join(BUILTIN)}"
         ) from None
     except OSError as error:
         raise UsageError(
-            f"cannot read the template file {path}: {error.strerror or error}"
+            f"cannot read the template file {arguments.cut(path)}: {error.strerror or error}"
         ) from None
     except UnicodeDecodeError:
         raise UsageError(f"the template file {path} is not UTF-8 text") from None
+    except ValueError:
+        raise UsageError(f"{arguments.shown(path)} cannot be the name of a file") from None
 
 
 class _Renderer:
@@ -381,6 +384,9 @@ def _fold_system(messages: list[Message]) -> list[Message] | None:
     return [{"role": "user", "content": first}, *messages[2:]]
 
 
+_PLACEHOLDER = re.compile("(?=(x[0-9a-f]{32}x))")
+
+
 def _placeholder() -> str:
     # Letters and digits only: no template filter or tokenizer rule changes it.
     return "x" + secrets.token_hex(16) + "x"
@@ -388,9 +394,14 @@ def _placeholder() -> str:
 
 def _split(text: str, marks: dict[str, str]) -> list[str]:
     """Cut text at every placeholder; placeholders are parts of their own, empty parts left out."""
-    if not marks:
-        return [text] if text else []
-    return [part for part in re.split(f"({'|'.join(marks)})", text) if part]
+    parts, at = [], 0
+    # every place is looked at, as text before a placeholder may look like the beginning of one; one
+    # pattern for all, as one of them all takes a time that grows with their number at each place
+    for match in _PLACEHOLDER.finditer(text):
+        if match[1] in marks and match.start() >= at:
+            parts += [text[at : match.start()], match[1]]
+            at = match.end(1)
+    return [part for part in (*parts, text[at:]) if part]
 
 
 def _fill(parts: Sequence[str], marks: dict[str, str], real: str) -> list[_Piece] | None:

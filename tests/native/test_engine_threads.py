@@ -152,6 +152,49 @@ def test_interrupt_from_another_thread(tiny_models: Path, patched_library: Path)
     assert program(tiny_models, body) == "interrupted True\n"
 
 
+def test_interrupt_ends_an_answer_that_nobody_reads(
+    tiny_models: Path, patched_library: Path
+) -> None:
+    body = """
+        with open_engine() as engine:
+            begun, leave = threading.Event(), threading.Event()
+            left = []
+            def begin():
+                left.append(engine.generate(PROMPT, LONG))
+                next(left[0])
+                begun.set()
+                assert leave.wait(60)
+                return next(left[0], None)
+            thread = in_thread(begin)
+            assert begun.wait(60)
+            try:
+                engine.generate(PROMPT)
+            except BusyError as error:
+                assert "interrupt() it" in str(error)
+            engine.interrupt()
+            again = engine.generate(PROMPT, Settings(max_tokens=5))
+            assert len(list(again)) == 5 and again.finish_reason == "length"
+            leave.set()
+            ended = result(thread)
+            assert isinstance(ended, Interrupted), ended
+            print(left[0].finish_reason, ended)
+    """
+    assert program(tiny_models, body) == "interrupted interrupted\n"
+
+
+def test_a_closed_engine_does_not_enter_a_block(tiny_models: Path, patched_library: Path) -> None:
+    body = """
+        engine = open_engine()
+        engine.close()
+        try:
+            with engine:
+                print("inside")
+        except ClosedError as error:
+            print(error)
+    """
+    assert program(tiny_models, body) == "the engine is closed; open the model again\n"
+
+
 def test_close_during_an_answer_ends_it(tiny_models: Path, patched_library: Path) -> None:
     body = """
         engine = open_engine()
