@@ -150,12 +150,12 @@ def test_a_real_comparison_with_the_unpatched_library(tmp_path: Path) -> None:
     from knapspec_edge import models
     from knapspec_edge.engine import Engine
     from knapspec_edge.errors import DownloadError
-    from knapspec_edge.native.library import library_file
+    from knapspec_edge.native import library
     from knapspec_edge.records import Draft, Plan
     from knapspec_edge.search import plan_file
 
     pristine = os.environ.get("KNAPSPEC_EDGE_PRISTINE_LIB")
-    if not pristine or library_file("llama") is None:
+    if not pristine or library.library_file("llama") is None:
         pytest.skip("needs both builds of llama.cpp; run scripts/test")
     try:
         model = models.obtain(models.default_model().name)
@@ -180,7 +180,14 @@ def test_a_real_comparison_with_the_unpatched_library(tmp_path: Path) -> None:
             unpatched=Path(pristine),
         )
         seen = []
-        reports = list(bench.run(engine, options, lambda done, total, run: seen.append(run.side)))
+        kernels = library.load()._lib
+        kernels.knapspec_set_kernels(False)
+        try:
+            reports = list(
+                bench.run(engine, options, lambda done, total, run: seen.append(run.side))
+            )
+        finally:
+            kernels.knapspec_set_kernels(True)
     assert len(reports) == 2
     assert not reports[0].complete
     assert reports[1].complete
@@ -194,6 +201,6 @@ def test_a_real_comparison_with_the_unpatched_library(tmp_path: Path) -> None:
     assert forced.speculated
     assert forced.acceptance is not None
     assert forced.unexplained == other.unexplained == 0
-    # the same kernels one token at a time: the same text, whatever the type
+    # upstream's kernels on both sides, one token at a time: the same text, whatever the type
     assert other.identical == other.runs == 2
     assert all(side.per_second > 0 for side in reports[1].sides)

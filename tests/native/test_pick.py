@@ -339,7 +339,7 @@ def test_the_library_says_so_when_it_is_missing(
     from knapspec_edge.native import library
 
     monkeypatch.setenv(library.OVERRIDE, str(tmp_path))
-    with pytest.raises(LibraryError, match="pip install"):
+    with pytest.raises(LibraryError, match=f"correct {library.OVERRIDE}"):
         load.__wrapped__()
 
 
