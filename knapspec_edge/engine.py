@@ -421,6 +421,9 @@ class Engine(Closing):
         _check_policy(policy)
         arguments.choice("--exact", exact, EXACTNESS)
         strict = exact == EXACTNESS[1]
+        max_verify_tokens = config.max_verify_tokens
+        if strict:
+            max_verify_tokens = min(max_verify_tokens, config.exact_verify_tokens)
         if strict and flash_attn == "auto":
             flash_attn = "on"  # llama.cpp's attention without it depends on the width of a pass
         path = models.resolve(model if model is not None else models.default_model().name)
@@ -473,10 +476,7 @@ class Engine(Closing):
                         threads_batch=threads or (None if best is None else best.threads_batch),
                         kv_type=fallback_kv_type if best is None else best.kv_type,
                         flash_attn=flash_attn if best is None else best.flash_attn,
-                        max_verify_tokens=min(
-                            config.max_verify_tokens,
-                            config.exact_verify_tokens if strict else config.max_verify_tokens,
-                        ),
+                        max_verify_tokens=max_verify_tokens,
                     )
                 )
                 engine = cls(
@@ -739,7 +739,6 @@ class Engine(Closing):
     def _examine(self, progress: Progress | None) -> Exactness:
         """Whether verification is bit for bit plain decoding here; looked at once and kept."""
         if self._exactness is None:
-            self.session.reset()  # the comparison needs the whole context
             with self.interruptible():
                 self._exactness = exactness(
                     self.backend,
@@ -748,6 +747,7 @@ class Engine(Closing):
                     self.config,
                     self._store(),
                     None if progress is None else lambda share: progress("measure", share),
+                    prepare=self.session.reset,  # a comparison needs the whole context
                 )
         return self._exactness
 
@@ -809,18 +809,13 @@ class Engine(Closing):
         finite, ContextError for a context of less than 16 tokens, Interrupted, BusyError,
         ClosedError.
         """
-        arguments.number("budget_seconds", budget_seconds)
         arguments.callable_or_none("progress", progress)
-        budget_seconds = float(budget_seconds)
+        budget_seconds = _budget(budget_seconds)
         from .latency import kept
         from .latency.profiler import measure_latency
 
         if self.backend.refusal is not None:
             raise PlanError(f"{self.name} cannot be profiled: {self.backend.refusal}")
-        if not 0.0 < budget_seconds < math.inf:
-            raise UsageError(
-                f"the budget is {budget_seconds} seconds; it has to be more than 0 and finite"
-            )
         self.session.reset()
         with self.interruptible():
             profile = measure_latency(
@@ -861,12 +856,7 @@ class Engine(Closing):
         arguments.whole_or_none("context_tokens", context_tokens)
         arguments.callable_or_none("progress", progress)
         if budget_seconds is not None:
-            arguments.number("budget_seconds", budget_seconds)
-            budget_seconds = float(budget_seconds)
-            if not 0.0 < budget_seconds < math.inf:
-                raise UsageError(
-                    f"the budget is {budget_seconds} seconds; it has to be more than 0 and finite"
-                )
+            budget_seconds = _budget(budget_seconds)
         if policy is not None:
             _check_policy(policy)
         from .search import outlook, planner
@@ -1200,6 +1190,15 @@ def _settings_reason(best: Candidate, threads: int | None, kv_type: str, flash_a
 
 def _check_policy(policy: str) -> None:
     arguments.choice("--policy", policy, POLICIES)
+
+
+def _budget(seconds: float) -> float:
+    """Raises UsageError unless it is a number, positive and finite."""
+    arguments.number("budget_seconds", seconds)
+    seconds = float(seconds)
+    if not 0.0 < seconds < math.inf:
+        raise UsageError(f"the budget is {seconds} seconds; it has to be more than 0 and finite")
+    return seconds
 
 
 def _settings(settings: Settings | None) -> Settings:

@@ -188,6 +188,16 @@ def test_what_was_found_is_said(engine: Engine, plan: Callable[[int], Path], exa
     assert engine.set_speculation(plan(16)).bit_exact is False
 
 
+def test_what_is_kept_costs_no_keys(engine: Engine, plan: Callable[[int], Path]) -> None:
+    engine.set_speculation(plan(3))
+    list(engine.generate("Once upon a time"))
+    cached = engine.session.ids
+    assert cached
+    engine._exactness = None  # as in the next process
+    assert engine.set_speculation(plan(3)).bit_exact is True
+    assert engine.session.ids == cached
+
+
 def test_by_default_a_difference_is_only_said(
     engine: Engine, plan: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

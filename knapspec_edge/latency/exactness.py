@@ -87,8 +87,13 @@ def exactness(
     config: Config,
     store: Store,
     progress: Callable[[float], None] | None = None,
+    *,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Exactness:
-    """What `examine` finds, kept: it depends on the model, the machine and the settings only."""
+    """What `examine` finds, kept: it depends on the model, the machine and the settings only.
+
+    `prepare` is called before a comparison, which empties the cache; what is kept takes none.
+    """
     key = {
         "exactness": _VERSION,
         "model": model_key if isinstance(model_key, str) else dict(model_key),
@@ -101,6 +106,7 @@ def exactness(
             return _from_json(content)
         except INVALID:
             store.ignore(key)
+    prepare()
     found = examine(backend, tokens, config, progress)
     store.save(key, {"holds": found.holds, "tokens": found.tokens, "reason": found.reason})
     return found
