@@ -1,5 +1,6 @@
 #include "knapspec-matmul.h"
 
+#include "knapspec-amx.h"
 #include "knapspec-weights.h"
 
 #include "amx/amx.h"
@@ -11,6 +12,8 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <optional>
+#include <utility>
 
 namespace knapspec {
 
@@ -21,6 +24,8 @@ namespace {
 // Columns are computed in panels of about equal size, which read a tile of weights from the cache again: more accumulators
 // than this do not fit into registers.
 constexpr int panel_columns = 8;
+// Tiles hold the sums themselves.
+constexpr int amx_panel_columns = 16;
 
 struct panels {
     int n;     // columns
@@ -28,8 +33,7 @@ struct panels {
     int small; // columns of the later panels
     int n_big; // the first panels have one more
 
-    explicit panels(int n) :
-        n(n), count((n + panel_columns - 1)/panel_columns), small(n/count), n_big(n % count) {}
+    panels(int n, int most) : n(n), count((n + most - 1)/most), small(n/count), n_big(n % count) {}
 
     int size (int panel)  const { return small + (panel < n_big); }
     int first(int panel)  const { return panel*small + std::min(panel, n_big); }
@@ -134,6 +138,147 @@ template <class W, int n_columns, int> struct kernel_256 {
     }
 };
 
+#ifdef KNAPSPEC_AMX
+
+// The same products with the sums of integers left to tiles: what follows them is done in the same order, so a column has the
+// same bits whichever of the two computes it.
+
+// Blocks that are unpacked before tiles read them: a tile cannot be loaded from stores that are still under way.
+constexpr int run_blocks = 8;
+
+template <class W, int n_columns, int n_tiles> struct amx_kernel_32 {
+    static void run(const uint8_t * tile, size_t tile_stride, size_t row_bytes, int64_t n_blocks, const uint8_t * x, float * y) {
+        vfloat acc[n_tiles][n_columns];
+        KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                acc[t][c] = set_f(0);
+            }
+        }
+        alignas(64) uint8_t bytes[n_tiles][run_blocks][8*64];
+        alignas(64) int32_t sums [n_tiles][n_columns*n_lanes];
+        for (int64_t i = 0; i < n_blocks; i++) {
+            if (!W::is_signed && i % run_blocks == 0) { // nibbles
+                for (int j = 0; j < (int) std::min<int64_t>(run_blocks, n_blocks - i); j++) {
+                    KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+                        vint   v[8];
+                        vfloat d;
+                        typename W::extra m;
+                        W(tile + t*tile_stride + (i + j)*W::bytes, row_bytes).read(v, d, m);
+                        KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+                            store_i(bytes[t][j] + 64*q, v[q]);
+                        }
+                    }
+                }
+            }
+            vfloat d[n_tiles], m[n_tiles];
+            tile_load<tile_a>(x, 32);
+            KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+                W w(tile + t*tile_stride + i*W::bytes, row_bytes);
+                const uint8_t * b = W::is_signed ? w.p : bytes[t][i % run_blocks];
+                vint v[8];
+                typename W::extra extra;
+                w.read(v, d[t], extra);
+                if constexpr (W::has_min) {
+                    m[t] = extra;
+                }
+                if (t == 0) {
+                    tile_load<tile_b>(b, 64);
+                    tile_zero<tile_c>();
+                    tile_dot<tile_c, tile_a, tile_b>();
+                    tile_store<tile_c>(sums[t]);
+                } else {
+                    tile_load<tile_b + 1>(b, 64);
+                    tile_zero<tile_c + 1>();
+                    tile_dot<tile_c + 1, tile_a, tile_b + 1>();
+                    tile_store<tile_c + 1>(sums[t]);
+                }
+            }
+            KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+                KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                    const uint8_t * of_column = x + 32*n_columns + 4*c;
+                    vint s = load_i(sums[t] + c*n_lanes);
+                    if constexpr (W::zero != 0) {
+                        s = add_i(s, set_i(load_i32(of_column)));
+                    }
+                    acc[t][c] = fma(mul(d[t], set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
+                    if constexpr (W::has_min) {
+                        acc[t][c] = fma(m[t], set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
+                    }
+                }
+            }
+            x += block_32_bytes(n_columns);
+        }
+        KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                store_f(y + (t*n_columns + c)*n_lanes, acc[t][c]);
+            }
+        }
+    }
+};
+
+template <class W, int n_columns, int> struct amx_kernel_256 {
+    static void run(const uint8_t * tile, size_t, size_t row_bytes, int64_t n_blocks, const uint8_t * x, float * y) {
+        W w(tile, row_bytes);
+        constexpr int n_groups = 256/W::group, n_dwords = W::group/4;
+        vfloat acc[n_columns];
+        alignas(64) uint8_t bytes [n_groups][n_dwords*64];
+        alignas(64) float   scales[n_groups][n_lanes];
+        alignas(64) int32_t sums [2][n_columns*n_lanes];
+        KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+            acc[c] = set_f(0);
+        }
+        for (int64_t i = 0; i < n_blocks; i++) {
+            constexpr int n_pairs = W::has_min ? 4 : 8;
+            vint   pairs[n_pairs];
+            vfloat d, dmin, sum[n_columns];
+            w.begin_super(d, dmin, pairs);
+            const uint8_t * scale = x + (256 + 32)*n_columns;
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                const uint8_t * of_column = x + 256*n_columns + 32*c;
+                vint t = set_i(0);
+                KNAPSPEC_UNROLL for (int p = 0; p < n_pairs; p++) {
+                    t = dot_16(t, pairs[p], set_i(load_i32(of_column + 4*p)));
+                }
+                if constexpr (W::has_min) {
+                    acc[c] = fnma(mul(dmin, set_f(load_f32(scale + 4*c))), to_float(t), acc[c]);
+                    sum[c] = set_f(0);
+                } else {
+                    sum[c] = mul(set_f(-W::zero), to_float(t));
+                }
+            }
+            for (int k = 0; k < W::n_chunks; k++) {
+                w.chunk(k, [&](int g, const vint * u, vfloat s) {
+                    KNAPSPEC_UNROLL for (int q = 0; q < n_dwords; q++) {
+                        store_i(bytes[g] + 64*q, u[q]);
+                    }
+                    store_f(scales[g], s);
+                });
+            }
+            for (int g = 0; g < n_groups; g++) {
+                tile_load<tile_a>(x + W::group*g, 256);
+                tile_load<tile_b>(bytes[g], 64);
+                tile_zero<tile_c>();
+                tile_dot<tile_c, tile_a, tile_b>();
+                tile_store<tile_c>(sums[g & 1]);
+                const vfloat s = load_f(scales[g]);
+                KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                    sum[c] = fma(s, to_float(load_i(sums[g & 1] + c*n_lanes)), sum[c]);
+                }
+            }
+            w.end_super();
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                acc[c] = fma(mul(d, set_f(load_f32(scale + 4*c))), sum[c], acc[c]);
+            }
+            x += block_256_bytes(n_columns);
+        }
+        KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+            store_f(y + c*n_lanes, acc[c]);
+        }
+    }
+};
+
+#endif // KNAPSPEC_AMX
+
 using kernel_function = void (*)(const uint8_t *, size_t, size_t, int64_t, const uint8_t *, float *);
 
 struct kernel {
@@ -155,6 +300,23 @@ template <template <class, int, int> class K, class W, bool packed> kernel of_co
     };
     return all[n - 1];
 }
+
+#ifdef KNAPSPEC_AMX
+
+template <template <class, int, int> class K, class W, int at_once, int... n>
+kernel of_amx_columns(int n_columns, std::integer_sequence<int, n...>) {
+    static const kernel all[] = {
+        { n < 8 ? at_once : 1, K<W, n + 1, n < 8 ? at_once : 1>::run, K<W, n + 1, 1>::run }...
+    };
+    return all[n_columns - 1];
+}
+
+template <template <class, int, int> class K, class W, int at_once> kernel of_amx_columns(int n_columns) {
+    return of_amx_columns<K, W, at_once>(n_columns, std::make_integer_sequence<int, amx_panel_columns>());
+}
+
+#endif
+
 // ---- 16-bit floats: lanes run along a row, several rows at once
 
 struct load_f16 {
@@ -258,6 +420,8 @@ struct weight_format {
     bool   sums_of_32 = false;
     size_t tile_bytes = 0; // of one block of n_lanes rows; 0: plain rows
     kernel (*kernel_of)(int n_columns) = nullptr;
+    int    most_columns = panel_columns; // of one panel
+    int    dot_bytes    = 0; // of a column that an AMX tile multiplies at once; 0: no tiles
 };
 
 template <class W, bool packed> weight_format format_32() {
@@ -268,7 +432,22 @@ template <class W, bool packed> weight_format format_256() {
     return { 0, false, W::group == 32, packed ? W::bytes : 0, of_columns<kernel_256, W, false> };
 }
 
-weight_format format_of(ggml_type type, layout where) {
+#ifdef KNAPSPEC_AMX
+
+template <class W> weight_format amx_format_32() {
+    return { W::zero, false, false, W::bytes, of_amx_columns<amx_kernel_32, W, 2>, amx_panel_columns, 32 };
+}
+
+template <class W> weight_format amx_format_256() {
+    return { 0, false, W::group == 32, W::bytes, of_amx_columns<amx_kernel_256, W, 1>, amx_panel_columns, W::group };
+}
+
+// Registers keep more reads of memory under way than tiles do.
+constexpr int least_amx_columns = 3;
+
+#endif
+
+weight_format format_of(ggml_type type, layout where, int n_columns) {
     if (where == layout::plain) {
         switch (type) {
             case GGML_TYPE_Q8_0: return format_32 <plain_q8_0, false>();
@@ -283,7 +462,18 @@ weight_format format_of(ggml_type type, layout where) {
             default: break;
         }
     }
-#if KNAPSPEC_SIMD == 512
+#ifdef KNAPSPEC_AMX
+    if (where == layout::amx && n_columns >= least_amx_columns) {
+        switch (type) {
+            case GGML_TYPE_Q8_0: return amx_format_32 <amx_q8_0>();
+            case GGML_TYPE_Q4_0: return amx_format_32 <amx_q4_0>();
+            case GGML_TYPE_Q4_1: return amx_format_32 <amx_q4_1>();
+            case GGML_TYPE_Q4_K: return amx_format_256<amx_q4_k>();
+            case GGML_TYPE_Q5_K: return amx_format_256<amx_q5_k>();
+            case GGML_TYPE_Q6_K: return amx_format_256<amx_q6_k>();
+            default: break;
+        }
+    }
     if (where == layout::amx) {
         switch (type) {
             case GGML_TYPE_Q8_0: return format_32 <amx_q8_0, true>();
@@ -297,6 +487,10 @@ weight_format format_of(ggml_type type, layout where) {
     }
 #endif
     return {};
+}
+
+weight_format format_of(const ggml_tensor * op) {
+    return format_of(op->src[0]->type, layout_of(op->src[0]), (int) std::min<int64_t>(ggml_nrows(op->src[1]), INT_MAX));
 }
 
 // Beyond max_columns, where that is faster than upstream: its AMX tiles, and with AVX-512 its tiled K-quants, are faster yet
@@ -332,8 +526,8 @@ struct activations {
     int64_t n_blocks; // of 32, of 256, or for floats of n_lanes
     panels  columns;
 
-    activations(const ggml_tensor * op) :
-        kind(family_of(op->src[0]->type)), n_blocks(0), columns((int) ggml_nrows(op->src[1])) {
+    activations(const ggml_tensor * op, const weight_format & f) :
+        kind(family_of(op->src[0]->type)), n_blocks(0), columns((int) ggml_nrows(op->src[1]), f.most_columns) {
         const int64_t per_block = kind == family::blocks_32 ? 32 : kind == family::blocks_256 ? 256 : n_lanes;
         n_blocks = (op->src[0]->ne[0] + per_block - 1)/per_block;
         if (kind == family::floats) {
@@ -449,7 +643,7 @@ bool covers_weight(const ggml_tensor * w) {
         case family::floats: return where == layout::plain;
         default:
             // the last rows that fill no tile are computed with rows before them
-            return format_of(w->type, where).kernel_of && w->ne[1] >= n_lanes
+            return format_of(w->type, where, 1).kernel_of && w->ne[1] >= n_lanes
                 && (where == layout::plain || w->ne[1] % (2*n_lanes) == 0);
     }
 }
@@ -459,19 +653,19 @@ bool prefers_plain_rows(const ggml_tensor * w) {
 }
 
 size_t mul_mat_work_size(const ggml_tensor * op) {
-    return covers_product(op) ? activations(op).bytes() : 0;
+    return covers_product(op) ? activations(op, format_of(op)).bytes() : 0;
 }
 
 bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
     if (!covers_product(op)) {
         return false;
     }
-    const activations a(op);
+    const weight_format f = format_of(op);
+    const activations a(op, f);
     if (params->wsize < a.bytes()) {
         return false;
     }
     const ggml_tensor * w = op->src[0];
-    const weight_format f = format_of(w->type, layout_of(w));
     uint8_t * x = (uint8_t *) aligned((size_t) params->wdata);
     const int ith = params->ith, nth = params->nth;
 
@@ -491,6 +685,12 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
     ggml_barrier(params->threadpool);
 
     const size_t tile_bytes = f.tile_bytes*a.n_blocks;
+#ifdef KNAPSPEC_AMX
+    std::optional<tile_shapes> shapes;
+    if (f.dot_bytes) {
+        shapes.emplace(a.columns.n, f.dot_bytes);
+    }
+#endif
     for (int64_t first = ith*chunk; first < n_tiles; first = chunk*ggml_threadpool_chunk_add(params->threadpool, 1)) {
         const int64_t end = std::min(first + chunk, n_tiles);
         if (a.kind == family::floats) {
@@ -507,7 +707,7 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
                 const int       n = a.columns.size(panel);
                 const int64_t   c = a.columns.first(panel);
                 const uint8_t * u = x + a.panel_offset(panel);
-                float y[most_tiles*panel_columns*n_lanes];
+                float y[most_tiles*amx_panel_columns*n_lanes];
 
                 const kernel    k    = f.kernel_of(n);
                 const uint8_t * tile = (const uint8_t *) w->data + (f.tile_bytes ? t*tile_bytes : (row - skip)*w->nb[1]);
