@@ -1,6 +1,7 @@
 #include "knapspec-matmul.h"
 
 #include "knapspec-amx.h"
+#include "knapspec-quantize.h"
 #include "knapspec-weights.h"
 
 #include "amx/amx.h"
@@ -54,6 +55,9 @@ constexpr int block_256_bytes(int n) { return n*(256 + 32 + 4); }
 
 // ---- kernels: one tile of rows or a few, `tile_stride` bytes apart, and one panel. Results are tiles [column][row].
 
+// With few columns one tile at a time keeps too few reads of memory under way. Plain rows are many streams anyway.
+constexpr int most_tiles = 4;
+
 template <class W, int n_columns, int n_tiles> struct kernel_32 {
     static void run(const uint8_t * tile, size_t tile_stride, size_t row_bytes, int64_t n_blocks, const uint8_t * x, float * y) {
         W w(tile, row_bytes);
@@ -63,6 +67,8 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 acc[t][c] = set_f(0);
             }
         }
+        // what lies ahead of a short tile is one of those that are being read
+        const bool ahead = n_tiles < most_tiles || tile_stride > 16384;
         for (int64_t i = 0; i < n_blocks; i++) {
             KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
                 vint   v[8];
@@ -71,7 +77,7 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 if constexpr (n_tiles == 1) {
                     w.read(v, d, m);
                 } else {
-                    W(tile + t*tile_stride + i*W::bytes, row_bytes).read(v, d, m);
+                    W(tile + t*tile_stride + i*W::bytes, row_bytes, ahead).read(v, d, m);
                 }
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     const uint8_t * of_column = x + 32*n_columns + 4*c;
@@ -285,9 +291,6 @@ struct kernel {
     int             n_tiles; // that `several` computes
     kernel_function several, one;
 };
-
-// With few columns one tile at a time keeps too few reads of memory under way. Plain rows are many streams anyway.
-constexpr int most_tiles = 4;
 
 template <template <class, int, int> class K, class W, bool packed> kernel of_columns(int n) {
     constexpr int four = packed ? most_tiles : 1, two = packed ? 2 : 1;
@@ -547,59 +550,70 @@ struct activations {
 };
 
 float * column_of(const ggml_tensor * x, int64_t c) {
+    if (c < x->ne[1]) { // divisions would cost as much as a small tile
+        return (float *) ((char *) x->data + c*x->nb[1]);
+    }
     const int64_t i1 = c % x->ne[1], i2 = c/x->ne[1] % x->ne[2], i3 = c/x->ne[1]/x->ne[2];
     return (float *) ((char *) x->data + i1*x->nb[1] + i2*x->nb[2] + i3*x->nb[3]);
 }
 
+#ifndef KNAPSPEC_QUANTIZE
+
+struct block_of_32 {
+    float   d;   // rounded to 16 bits
+    float   s;   // scale times sum, rounded to 16 bits
+    int32_t sum; // of the bytes
+};
+
+block_of_32 quantize_32(const float * x, int flip, uint8_t * out) {
+    block_q8_1 b;
+    ggml_get_type_traits_cpu(GGML_TYPE_Q8_1)->from_float(x, &b, 32);
+    int32_t sum = 0;
+    for (int i = 0; i < 32; i++) {
+        sum += b.qs[i];
+        out[i] = (uint8_t) (b.qs[i] ^ flip);
+    }
+    ggml_fp16_t halves[2];
+    memcpy(halves, &b, 4);
+    return { GGML_CPU_FP16_TO_FP32(halves[0]), GGML_CPU_FP16_TO_FP32(halves[1]), sum };
+}
+
+float quantize_256(const float * x, uint8_t * out, int16_t * sums) {
+    block_q8_K b;
+    ggml_get_type_traits_cpu(GGML_TYPE_Q8_K)->from_float(x, &b, 256);
+    memcpy(out, b.qs, 256);
+    memcpy(sums, b.bsums, 16*sizeof(int16_t));
+    return b.d;
+}
+
+#endif
+
 // Quantise the blocks [from, to) of column c as upstream does and put them where the kernels want them.
 void place_blocks(const activations & a, const ggml_tensor * op, const weight_format & f, int c, int64_t from, int64_t to, uint8_t * base) {
-    const ggml_type type       = ggml_get_type_traits_cpu(op->src[0]->type)->vec_dot_type;
-    const auto      from_float = ggml_get_type_traits_cpu(type)->from_float;
-    const float   * x          = column_of(op->src[1], c);
+    const float * x = column_of(op->src[1], c);
 
     const int panel = a.columns.of(c), n = a.columns.size(panel);
     c -= a.columns.first(panel);
     uint8_t * out = base + a.panel_offset(panel) + from*a.block_bytes(n);
 
-    constexpr int run = 16; // blocks quantised at once
-    union { block_q8_0 q8_0[run]; block_q8_1 q8_1[run]; block_q8_K q8_k[run]; } quantised;
-    const int64_t per_block = a.kind == family::blocks_32 ? 32 : 256;
-
-    for (int64_t i = from; i < to; i += run) {
-        const int some = (int) std::min<int64_t>(run, to - i);
-        from_float(x + per_block*i, &quantised, per_block*some);
-        for (int k = 0; k < some; k++, out += a.block_bytes(n)) {
-            if (a.kind == family::blocks_256) {
-                const block_q8_K & b = quantised.q8_k[k];
-                int16_t sums[16] = {};
-                for (int g = 0; g < 16; g++) {
-                    sums[f.sums_of_32 ? g/2 : g] += b.bsums[g];
+    for (int64_t i = from; i < to; i++, out += a.block_bytes(n)) {
+        if (a.kind == family::blocks_256) {
+            int16_t sums[16];
+            const float d = quantize_256(x + 256*i, out + 256*c, sums);
+            if (f.sums_of_32) {
+                for (int g = 0; g < 8; g++) {
+                    sums[g] = (int16_t) (sums[2*g] + sums[2*g + 1]);
                 }
-                memcpy(out + 256*c,              b.qs, 256);
-                memcpy(out + 256*n + 32*c,       sums, 32);
-                memcpy(out + (256 + 32)*n + 4*c, &b.d, 4);
-                continue;
             }
-            const bool     has_sum = type == GGML_TYPE_Q8_1;
-            const int8_t * q       = has_sum ? quantised.q8_1[k].qs : quantised.q8_0[k].qs;
-            ggml_fp16_t halves[2]; // scale, then where there is one the sum
-            memcpy(halves, has_sum ? (const void *) &quantised.q8_1[k] : &quantised.q8_0[k], has_sum ? 4 : 2);
-            int32_t sum = 0;
-            if (f.zero) {
-                for (int l = 0; l < 32; l++) {
-                    sum -= q[l];
-                }
-                sum *= f.zero;
-            }
-            const float d = GGML_CPU_FP16_TO_FP32(halves[0]);
-            const float s = has_sum ? GGML_CPU_FP16_TO_FP32(halves[1]) : 0.0f;
-            for (int l = 0; l < 32; l++) {
-                out[32*c + l] = (uint8_t) (f.offset ? q[l] + 128 : q[l]);
-            }
-            memcpy(out + 32*n + 4*c, &sum, 4);
-            memcpy(out + 36*n + 4*c, &d,   4);
-            memcpy(out + 40*n + 4*c, &s,   4);
+            memcpy(out + 256*n + 32*c,       sums, 32);
+            memcpy(out + (256 + 32)*n + 4*c, &d,   4);
+            continue;
         }
+        const block_of_32 b = quantize_32(x + 32*i, f.offset ? 0x80 : 0, out + 32*c);
+        const int32_t start = -f.zero*b.sum;
+        memcpy(out + 32*n + 4*c, &start, 4);
+        memcpy(out + 36*n + 4*c, &b.d,   4);
+        memcpy(out + 40*n + 4*c, &b.s,   4);
     }
 }
 
@@ -678,7 +692,7 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
     }
 
     const int64_t n_rows = w->ne[1], n_tiles = (n_rows + n_lanes - 1)/n_lanes;
-    const int64_t chunk  = std::max<int64_t>(1, n_tiles/(nth*4));
+    const int64_t chunk  = std::max<int64_t>(1, n_tiles/(nth*2));
     if (ith == 0) {
         ggml_threadpool_chunk_set(params->threadpool, nth);
     }
