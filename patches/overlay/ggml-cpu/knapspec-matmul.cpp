@@ -81,7 +81,7 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 }
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     const uint8_t * of_column = x + 32*n_columns + 4*c;
-                    const vint s = dot_32<W>(load_i32(of_column), v, x + 32*c, m);
+                    const vint s = dot_32<W>(W::zero ? load_i32(of_column) : 0, v, x + 32*c, m);
                     acc[t][c] = fma(mul(d, set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
                     if constexpr (W::has_min) {
                         acc[t][c] = fma(m, set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
@@ -445,8 +445,16 @@ template <class W> weight_format amx_format_256() {
     return { 0, false, W::group == 32, W::bytes, of_amx_columns<amx_kernel_256, W, 1>, amx_panel_columns, W::group };
 }
 
-// Registers keep more reads of memory under way than tiles do.
-constexpr int least_amx_columns = 3;
+// From how many columns on tiles are faster than registers: they take almost as long for one column as for eight, and nibbles
+// have to be unpacked into memory for them. For Q6_K, whose groups fill a quarter of a tile, they never are.
+int least_amx_columns(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q8_0:                       return 4;
+        case GGML_TYPE_Q4_0: case GGML_TYPE_Q4_1:  return 8;
+        case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K:  return 9;
+        default:                                   return INT_MAX;
+    }
+}
 
 #endif
 
@@ -466,14 +474,13 @@ weight_format format_of(ggml_type type, layout where, int n_columns) {
         }
     }
 #ifdef KNAPSPEC_AMX
-    if (where == layout::amx && n_columns >= least_amx_columns) {
+    if (where == layout::amx && n_columns >= least_amx_columns(type)) {
         switch (type) {
             case GGML_TYPE_Q8_0: return amx_format_32 <amx_q8_0>();
             case GGML_TYPE_Q4_0: return amx_format_32 <amx_q4_0>();
             case GGML_TYPE_Q4_1: return amx_format_32 <amx_q4_1>();
             case GGML_TYPE_Q4_K: return amx_format_256<amx_q4_k>();
             case GGML_TYPE_Q5_K: return amx_format_256<amx_q5_k>();
-            case GGML_TYPE_Q6_K: return amx_format_256<amx_q6_k>();
             default: break;
         }
     }
