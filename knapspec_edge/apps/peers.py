@@ -189,37 +189,38 @@ class Peer:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
-        if not line.endswith("\n"):
-            raise LibraryError(f"{self.source.given}: {self._how_it_ended()}")
         try:
-            reply = json.loads(line)
+            reply = json.loads(line) if line.endswith("\n") else None
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            raise LibraryError(
-                f"{self.source.given}: {self.source.python.name} does not run a Python program; "
-                "name a Python or a folder of libraries"
-            )
+            raise LibraryError(f"{self.source.given}: {self._why_no_answer(said=bool(line))}")
         if "error" in reply:
             raise LibraryError(f"{self.source.given}: {' '.join(str(reply['error']).split())}")
         return reply
 
-    def _how_it_ended(self) -> str:
+    def _why_no_answer(self, *, said: bool) -> str:
         try:
-            code = self.process.wait(10)
+            code = self.process.wait(0.0 if said else 10.0)
         except subprocess.TimeoutExpired:
-            return "it stopped answering"
+            code = 0
+        if code == 0:  # a worker ends only when it is told to
+            return (
+                f"{self.source.python.name} does not run a Python program; name a Python or a "
+                "folder of libraries"
+            )
         how = f"with exit code {code}"
         if code < 0:
             try:
                 how = f"by {signal.Signals(-code).name}"
             except ValueError:
                 how = f"by signal {-code}"
+        if code < 0 and code != -signal.SIGABRT:  # killed from outside: what it said is no reason
+            return f"it ended unexpectedly, {how}"
         self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").splitlines()
-        # the reason stands last, but for the frames of a stack that llama.cpp may print behind it
-        lines = [line.strip() for line in lines if line.strip()]
-        reasons = [line for line in lines if "GGML_ASSERT" in line] or lines[-1:]
+        lines = [line.strip() for line in self._said.read().decode(errors="replace").splitlines()]
+        # behind a failed assertion llama.cpp may print a stack; elsewhere the reason stands last
+        reasons = [line for line in lines if "GGML_ASSERT" in line] or [x for x in lines if x]
         return f"it ended unexpectedly, {how}{': ' + reasons[-1] if reasons else ''}"
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
