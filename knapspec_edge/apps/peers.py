@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 UNPATCHED = "unpatched llama.cpp"
+OURS = "ours"
+WITHOUT_KERNELS = "ours without CPU kernels"
 # of our process, for our bindings: not for those of another Python
 OUR_VARIABLES = ("LLAMA_CPP_LIB_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 # where a virtual environment has its Python
@@ -75,7 +77,7 @@ def ours(*, kernels: bool) -> Source:
     """Our own libraries, with or without our CPU kernels. Raises LibraryError."""
     from ..native.library import library_folder
 
-    name = "ours" if kernels else "ours without CPU kernels"
+    name = OURS if kernels else WITHOUT_KERNELS
     switch = (("KNAPSPEC_EDGE_KERNELS", str(int(kernels))),)
     return Source(name, name, Path(sys.executable), Path(library_folder()), switch)
 
@@ -255,4 +257,15 @@ class Peer:
                     stream.close()
 
 
-__all__ = ["UNPATCHED", "Answer", "Peer", "Source", "ours", "parse", "parse_all", "unpatched"]
+__all__ = [
+    "OURS",
+    "UNPATCHED",
+    "WITHOUT_KERNELS",
+    "Answer",
+    "Peer",
+    "Source",
+    "ours",
+    "parse",
+    "parse_all",
+    "unpatched",
+]
