@@ -390,6 +390,15 @@ def doctor(model: str | None, as_json: bool) -> int:
     shell_complete=cli_completion.folders,
     help="Compare another build of llama.cpp: the folder of its libraries.",
 )
+@option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="[NAME=]WHERE",
+    shell_complete=cli_completion.files,
+    help="Compare another Python's llama-cpp-python or ik-llama-cpp-python, or a folder of "
+    "libraries; repeatable.",
+)
 @option("--prompts", type=click.IntRange(1), metavar="N", help="Use only the first N prompts.")
 @option(
     "--max-tokens",
@@ -427,6 +436,7 @@ def bench(
     plans: tuple[str, ...],
     best: bool,
     unpatched: str | None,
+    peers: tuple[str, ...],
     prompts: int | None,
     max_tokens: int,
     repeats: int,
@@ -436,7 +446,7 @@ def bench(
     verbose: bool,
     **options: Any,
 ) -> int:
-    """Compare plain decoding with forced plans, and with another build of llama.cpp, answer by
+    """Compare plain decoding with forced plans, and with other builds of llama.cpp, answer by
     answer in turn. Every text is compared with that of plain decoding.
 
     \b
@@ -444,6 +454,7 @@ def bench(
       knapspec-edge bench
       knapspec-edge bench model.gguf --plan mine.json --no-best --prompts 5
       knapspec-edge bench model.gguf --unpatched /opt/llama.cpp/build/bin --format json
+      knapspec-edge bench model.gguf --peer ik=/opt/ik/bin/python --no-best
     """
     from pathlib import Path
 
@@ -459,6 +470,7 @@ def bench(
         plans=tuple(Path(plan) for plan in plans),
         best=best,
         unpatched=None if unpatched is None else Path(unpatched),
+        peers=peers,
     )
     report = None
     exit_code = 0

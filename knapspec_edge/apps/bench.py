@@ -8,23 +8,21 @@ two best logits there, and a side that differs without such an explanation gets 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..decode.policy import FixedPolicy, Policy
-from ..errors import LibraryError, PlanError, UsageError
+from ..errors import PlanError, UsageError
 from ..records import Draft, Sampling
+from .peers import UNPATCHED, Peer, parse_all
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 AUTO = "auto"
 FORCED = "best plans, forced"
-UNPATCHED = "unpatched llama.cpp"
 
 # Batches of another width round differently. Up to these distances between the two best logits a
 # flip of the pick is rounding (README, Exactness); F32 weights and keys allow next to none.
@@ -65,7 +62,8 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What to compare. `unpatched`: folder of another build's libraries, or None."""
+    """What to compare. `unpatched`: folder of another build's libraries, or None; `peers`: further
+    ones, as apps/peers.py parses them."""
 
     n_prompts: int = len(PROMPTS)
     max_tokens: int = 128
@@ -75,6 +73,7 @@ class Options:
     plans: tuple[Path, ...] = ()
     best: bool = True  # the planner's best plan, forced
     unpatched: Path | None = None
+    peers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -155,14 +154,18 @@ def run(engine: Engine, options: Options, progress: Progress | None = None) -> I
     LibraryError, Interrupted.
     """
     prompts = PROMPTS[: max(1, options.n_prompts)]
+    sources = parse_all(options.peers, options.unpatched)
     policies, drafts, notes = _policies(engine, options)
     with ExitStack() as resources:
         sides: dict[str, Callable[[list[int], int], Run]] = {
             name: _own_side(engine, name, policy) for name, policy in policies.items()
         }
-        if options.unpatched is not None:
-            peer = resources.enter_context(_Peer(engine, options.unpatched))
-            sides[UNPATCHED] = peer.answer
+        for source in sources:
+            if source.name in sides:
+                raise UsageError(f"{source.given}: a side of the comparison has this name")
+            peer = resources.enter_context(Peer.beside(engine, source))
+            sides[source.name] = _peer_side(peer)
+            notes.append(f"{source.name}: {peer.package}")
         token_lists = [_prompt_tokens(engine, text) for text in prompts]
         for side in sides.values():
             side(token_lists[0], options.warmup_tokens)
@@ -271,83 +274,26 @@ def _own_side(engine: Engine, name: str, policy: Policy) -> Callable[[list[int],
     return answer
 
 
-class _Peer:
-    """The worker process of another build (native/peer.py)."""
+def _peer_side(peer: Peer) -> Callable[[list[int], int], Run]:
+    """A side that the worker process of another build computes."""
 
-    def __init__(self, engine: Engine, library: Path) -> None:
-        self.engine = engine
-        self.library = library
-
-    def __enter__(self) -> _Peer:
-        from ..native import context as native
-
-        if not any(self.library.glob("*llama.*")):
-            raise UsageError(f"--unpatched {self.library}: there is no libllama in this folder")
-        settings = self.engine.backend.settings  # type: ignore[attr-defined]
-        script = Path(native.__file__).with_name("peer.py")
-        self.process = subprocess.Popen(
-            [sys.executable, os.fspath(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "LLAMA_CPP_LIB_PATH": os.fspath(self.library.resolve())},
-            # Ctrl-C is for this process, which then ends the worker
-            start_new_session=True,
-        )
-        self.ask(
-            model=os.fspath(self.engine.backend.model.path),  # type: ignore[attr-defined]
-            gpu_layers=settings["gpu_layers"],
-            ctx_tokens=settings["ctx_tokens"],
-            slice_tokens=settings["slice_tokens"],
-            max_rows=settings["max_rows"],
-            threads=settings["threads"],
-            threads_batch=settings["threads_batch"],
-            kv_type=native.KV_TYPES[settings["kv_type"]],
-            flash_attn=native.FLASH_ATTN[settings["flash_attn"]],
-        )
-        vocabulary = self.engine.vocabulary
-        self.ends = [t for t in range(vocabulary.n_vocab) if self.engine.backend.is_end(t)]
-        return self
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        reply: dict[str, Any] = json.loads(line) if line else {"error": "it ended unexpectedly"}
-        if "error" in reply:
-            raise LibraryError(f"the llama.cpp in {self.library} failed: {reply['error']}")
-        return reply
-
-    def answer(self, prompt: list[int], max_tokens: int) -> Run:
-        reply = self.ask(prompt=prompt, max_tokens=max_tokens, ends=self.ends)
-        tokens, ms = reply["tokens"], reply["predicted_ms"]
+    def answer(prompt: list[int], max_tokens: int) -> Run:
+        found = peer.answer(prompt, max_tokens)
+        n, ms = len(found.tokens), found.predicted_ms
         return Run(
-            side=UNPATCHED,
+            side=peer.source.name,
             prompt=0,
             repeat=0,
             speculated=False,
             prompt_tokens=len(prompt),
-            completion_tokens=len(tokens),
-            prompt_ms=reply["prompt_ms"],
+            completion_tokens=n,
+            prompt_ms=found.prompt_ms,
             predicted_ms=ms,
-            per_second=1000.0 * (len(tokens) - 1) / ms if ms else 0.0,
-            tokens=tokens,
+            per_second=1000.0 * (n - 1) / ms if ms else 0.0,
+            tokens=found.tokens,
         )
 
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                # what was not sent yet no longer matters
-                with suppress(BrokenPipeError):
-                    stream.close()
+    return answer
 
 
 def _compare(block: Sequence[Run]) -> None:
@@ -519,4 +465,4 @@ def markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
-__all__ = ["Options", "Progress", "Report", "Run", "Side", "markdown", "run"]
+__all__ = ["UNPATCHED", "Options", "Progress", "Report", "Run", "Side", "markdown", "run"]
