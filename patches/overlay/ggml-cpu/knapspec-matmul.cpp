@@ -212,8 +212,8 @@ struct float_kernel {
 
 template <class W, int n_columns> constexpr float_kernel float_kernel_of() {
     // as many accumulators as leave registers for the weights and one activation
-    constexpr int n_rows = KNAPSPEC_SIMD == 512 ? (n_columns <= 4 ? 6 : n_columns <= 6 ? 4 : 3)
-                                                : (n_columns == 1 ? 6 : n_columns == 2 ? 4 : n_columns == 3 ? 3 : n_columns <= 6 ? 2 : 1);
+    constexpr int n_rows = n_registers == 32 ? (n_columns <= 4 ? 6 : n_columns <= 6 ? 4 : 3)
+                                             : (n_columns == 1 ? 6 : n_columns == 2 ? 4 : n_columns == 3 ? 3 : n_columns <= 6 ? 2 : 1);
     return { n_rows, float_rows<W, n_rows, n_columns>, float_rows<W, 1, n_columns> };
 }
 
@@ -300,9 +300,9 @@ weight_format format_of(ggml_type type, layout where) {
 }
 
 // Beyond max_columns, where that is faster than upstream: its AMX tiles, and with AVX-512 its tiled K-quants, are faster yet
-// on many columns.
+// on many columns. On ARM nothing was measured.
 int64_t most_columns(const ggml_tensor * w) {
-    if (layout_of(w) == layout::plain) {
+    if (KNAPSPEC_SIMD != 128 && layout_of(w) == layout::plain) {
         switch (family_of(w->type)) {
             case family::blocks_32:  return INT_MAX;
             case family::blocks_256: return KNAPSPEC_SIMD == 512 ? 32 : INT_MAX;
@@ -455,6 +455,9 @@ bool covers_weight(const ggml_tensor * w) {
 }
 
 bool prefers_plain_rows(const ggml_tensor * w) {
+    if (KNAPSPEC_SIMD == 128) {
+        return false; // upstream has kernels for i8mm and dot products there, against which ours were not measured
+    }
     return (w->type == GGML_TYPE_Q4_0 || w->type == GGML_TYPE_Q4_K || w->type == GGML_TYPE_IQ4_NL) && w->ne[2] == 1 && w->ne[3] == 1;
 }
 
