@@ -7,10 +7,13 @@
 #include "ggml-cpu.h"
 #include "repack.h"
 #include "simd-mappings.h"
+#include "traits.h"
 
 #include <algorithm>
 #include <climits>
+#include <cstdio>
 #include <cstring>
+#include <typeinfo>
 
 namespace knapspec {
 
@@ -227,7 +230,27 @@ template <class W> float_kernel float_kernel_for(int n) {
 
 // ---- what is covered
 
-enum class layout { none, plain, amx };
+// packed: by ggml's CPU_REPACK, 4 or 8 bytes of each row side by side
+enum class layout { none, plain, amx, packed_4, packed_8 };
+
+#if KNAPSPEC_SIMD == 128
+// What packed a weight has a private type of upstream's, with the packing among its template arguments. Where this is not
+// found in the type's name, upstream computes.
+layout packing_of(const ggml_tensor * w) {
+    const char * name = w->extra ? typeid(*(const ggml::cpu::tensor_traits *) w->extra).name() : "";
+    const int    rows = ggml_blck_size(w->type) == 32 ? 4 : 8;
+    for (const int unit : { 4, 8 }) {
+        for (const char integer : { 'l', 'x' }) { // int64_t as long or as long long
+            char arguments[16];
+            snprintf(arguments, sizeof(arguments), "L%c%dEL%c%dE", integer, unit, integer, rows);
+            if (strstr(name, arguments)) {
+                return unit == 4 ? layout::packed_4 : layout::packed_8;
+            }
+        }
+    }
+    return layout::none;
+}
+#endif
 
 layout layout_of(const ggml_tensor * w) {
     const ggml_backend_buffer_t buffer = w->view_src ? w->view_src->buffer : w->buffer;
@@ -237,6 +260,11 @@ layout layout_of(const ggml_tensor * w) {
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__)
     if (buffer->buft == ggml_backend_amx_buffer_type() && !w->view_src) {
         return w->type == GGML_TYPE_F16 ? layout::plain : layout::amx;
+    }
+#endif
+#if KNAPSPEC_SIMD == 128
+    if (buffer->buft == ggml_backend_cpu_repack_buffer_type() && !w->view_src) {
+        return packing_of(w);
     }
 #endif
     return layout::none;
@@ -257,16 +285,31 @@ struct weight_format {
     bool   offset     = false; // activations as unsigned bytes, 128 added
     bool   sums_of_32 = false;
     size_t tile_bytes = 0; // of one block of n_lanes rows; 0: plain rows
+    bool   pairs      = false; // of tiles that lie interleaved; a reader is told which one instead of a stride
     kernel (*kernel_of)(int n_columns) = nullptr;
 };
 
 template <class W, bool packed> weight_format format_32() {
-    return { W::zero, W::is_signed, false, packed ? W::bytes : 0, of_columns<kernel_32, W, packed> };
+    return { W::zero, W::is_signed, false, packed ? W::bytes : 0, false, of_columns<kernel_32, W, packed> };
 }
 
-template <class W, bool packed> weight_format format_256() {
-    return { 0, false, W::group == 32, packed ? W::bytes : 0, of_columns<kernel_256, W, false> };
+template <class W, bool packed, bool pairs = false> weight_format format_256() {
+    return { 0, false, W::group == 32, packed ? W::bytes : 0, pairs, of_columns<kernel_256, W, false> };
 }
+
+#if KNAPSPEC_SIMD == 128
+template <int unit> weight_format packed_format(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q8_0:   return format_32 <packed_q8_0  <unit>, true>();
+        case GGML_TYPE_Q4_0:   return format_32 <packed_q4_0  <unit>, true>();
+        case GGML_TYPE_IQ4_NL: return format_32 <packed_iq4_nl<unit>, true>();
+        case GGML_TYPE_Q4_K:   return format_256<packed_q4_k  <unit>, true, true>();
+        case GGML_TYPE_Q5_K:   return format_256<packed_q5_k  <unit>, true, true>();
+        case GGML_TYPE_Q6_K:   return format_256<packed_q6_k  <unit>, true, true>();
+        default:               return {};
+    }
+}
+#endif
 
 weight_format format_of(ggml_type type, layout where) {
     if (where == layout::plain) {
@@ -294,6 +337,14 @@ weight_format format_of(ggml_type type, layout where) {
             case GGML_TYPE_Q6_K: return format_256<amx_q6_k, true>();
             default: break;
         }
+    }
+#endif
+#if KNAPSPEC_SIMD == 128
+    if (where == layout::packed_4) {
+        return packed_format<4>(type);
+    }
+    if (where == layout::packed_8) {
+        return packed_format<8>(type);
     }
 #endif
     return {};
@@ -450,13 +501,13 @@ bool covers_weight(const ggml_tensor * w) {
         default:
             // the last rows that fill no tile are computed with rows before them
             return format_of(w->type, where).kernel_of && w->ne[1] >= n_lanes
-                && (where == layout::plain || w->ne[1] % (2*n_lanes) == 0);
+                && (where != layout::amx || w->ne[1] % (2*n_lanes) == 0);
     }
 }
 
 bool prefers_plain_rows(const ggml_tensor * w) {
     if (KNAPSPEC_SIMD == 128) {
-        return false; // upstream has kernels for i8mm and dot products there, against which ours were not measured
+        return false; // ours read the packing of upstream, whose kernels for prompts want it
     }
     return (w->type == GGML_TYPE_Q4_0 || w->type == GGML_TYPE_Q4_K || w->type == GGML_TYPE_IQ4_NL) && w->ne[2] == 1 && w->ne[3] == 1;
 }
@@ -503,7 +554,7 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
         for (int64_t t = first; t < end;) {
             const int64_t row = t*n_lanes, some = std::min<int64_t>(n_lanes, n_rows - row);
             // the last tile of plain rows may begin early, and then leaves out what the one before computed
-            const int64_t skip = n_lanes - some;
+            const int64_t skip = n_lanes - some, which = f.pairs ? t % 2 : 0;
             int at_once = std::min(f.kernel_of(a.columns.size(0)).n_tiles, f.kernel_of(a.columns.small).n_tiles);
             at_once = t + at_once <= end ? at_once : 1;
             for (int panel = 0; panel < a.columns.count; panel++) {
@@ -513,8 +564,8 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
                 float y[most_tiles*panel_columns*n_lanes];
 
                 const kernel    k    = f.kernel_of(n);
-                const uint8_t * tile = (const uint8_t *) w->data + (f.tile_bytes ? t*tile_bytes : (row - skip)*w->nb[1]);
-                (at_once == 1 ? k.one : k.several)(tile, tile_bytes, w->nb[1], a.n_blocks, u, y);
+                const uint8_t * tile = (const uint8_t *) w->data + (f.tile_bytes ? (t - which)*tile_bytes : (row - skip)*w->nb[1]);
+                (at_once == 1 ? k.one : k.several)(tile, tile_bytes, f.pairs ? which : w->nb[1], a.n_blocks, u, y);
                 for (int i = 0; i < at_once; i++) {
                     for (int j = 0; j < n; j++) {
                         memcpy(column_of(op, c + j) + row + i*n_lanes, y + (i*n + j)*n_lanes + skip, some*sizeof(float));

@@ -53,6 +53,10 @@ KNAPSPEC_INLINE vfloat load_bf16(const void * p) {
 KNAPSPEC_INLINE float  sum_lanes(vfloat a)                  { return vaddvq_f32(a); }
 KNAPSPEC_INLINE vfloat half_to_float(vint a)                { return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(as_u32(a)))); } // low halves
 
+// one byte per row
+KNAPSPEC_INLINE vint   widen_u8 (uint32_t bytes)            { return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))))); }
+KNAPSPEC_INLINE vint   widen_i8 (uint32_t bytes)            { return vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))); }
+
 // s + the dot product of n dwords per row with the same n dwords of one column; weights above 127 do not occur
 template <int n, int largest> KNAPSPEC_INLINE vint dot_group(vint s, const vint * u, const uint8_t * x) {
     KNAPSPEC_UNROLL for (int q = 0; q < n; q += 4) {
