@@ -1,5 +1,7 @@
 #include "knapspec-matmul.h"
 
+#include "knapspec-amx.h"
+#include "knapspec-quantize.h"
 #include "knapspec-weights.h"
 
 #include "amx/amx.h"
@@ -13,7 +15,9 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <typeinfo>
+#include <utility>
 
 namespace knapspec {
 
@@ -24,6 +28,8 @@ namespace {
 // Columns are computed in panels of about equal size, which read a tile of weights from the cache again: more accumulators
 // than this do not fit into registers.
 constexpr int panel_columns = 8;
+// Tiles hold the sums themselves.
+constexpr int amx_panel_columns = 16;
 
 struct panels {
     int n;     // columns
@@ -31,8 +37,7 @@ struct panels {
     int small; // columns of the later panels
     int n_big; // the first panels have one more
 
-    explicit panels(int n) :
-        n(n), count((n + panel_columns - 1)/panel_columns), small(n/count), n_big(n % count) {}
+    panels(int n, int most) : n(n), count((n + most - 1)/most), small(n/count), n_big(n % count) {}
 
     int size (int panel)  const { return small + (panel < n_big); }
     int first(int panel)  const { return panel*small + std::min(panel, n_big); }
@@ -53,6 +58,9 @@ constexpr int block_256_bytes(int n) { return n*(256 + 32 + 4); }
 
 // ---- kernels: one tile of rows or a few, `tile_stride` bytes apart, and one panel. Results are tiles [column][row].
 
+// With few columns one tile at a time keeps too few reads of memory under way. Plain rows are many streams anyway.
+constexpr int most_tiles = 4;
+
 template <class W, int n_columns, int n_tiles> struct kernel_32 {
     static void run(const uint8_t * tile, size_t tile_stride, size_t row_bytes, int64_t n_blocks, const uint8_t * x, float * y) {
         W w(tile, row_bytes);
@@ -62,6 +70,8 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 acc[t][c] = set_f(0);
             }
         }
+        // what lies ahead of a short tile is one of those that are being read
+        const bool ahead = n_tiles < most_tiles || tile_stride > 16384;
         for (int64_t i = 0; i < n_blocks; i++) {
             KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
                 vint   v[8];
@@ -70,11 +80,11 @@ template <class W, int n_columns, int n_tiles> struct kernel_32 {
                 if constexpr (n_tiles == 1) {
                     w.read(v, d, m);
                 } else {
-                    W(tile + t*tile_stride + i*W::bytes, row_bytes).read(v, d, m);
+                    W(tile + t*tile_stride + i*W::bytes, row_bytes, ahead).read(v, d, m);
                 }
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     const uint8_t * of_column = x + 32*n_columns + 4*c;
-                    const vint s = dot_32<W>(load_i32(of_column), v, x + 32*c, m);
+                    const vint s = dot_32<W>(W::zero ? load_i32(of_column) : 0, v, x + 32*c, m);
                     acc[t][c] = fma(mul(d, set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
                     if constexpr (W::has_min) {
                         acc[t][c] = fma(m, set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
@@ -137,15 +147,153 @@ template <class W, int n_columns, int> struct kernel_256 {
     }
 };
 
+#ifdef KNAPSPEC_AMX
+
+// The same products with the sums of integers left to tiles: what follows them is done in the same order, so a column has the
+// same bits whichever of the two computes it.
+
+// Blocks that are unpacked before tiles read them: a tile cannot be loaded from stores that are still under way.
+constexpr int run_blocks = 8;
+
+template <class W, int n_columns, int n_tiles> struct amx_kernel_32 {
+    static void run(const uint8_t * tile, size_t tile_stride, size_t row_bytes, int64_t n_blocks, const uint8_t * x, float * y) {
+        vfloat acc[n_tiles][n_columns];
+        KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                acc[t][c] = set_f(0);
+            }
+        }
+        alignas(64) uint8_t bytes[n_tiles][run_blocks][8*64];
+        alignas(64) int32_t sums [n_tiles][n_columns*n_lanes];
+        for (int64_t i = 0; i < n_blocks; i++) {
+            if (!W::is_signed && i % run_blocks == 0) { // nibbles
+                for (int j = 0; j < (int) std::min<int64_t>(run_blocks, n_blocks - i); j++) {
+                    KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+                        vint   v[8];
+                        vfloat d;
+                        typename W::extra m;
+                        W(tile + t*tile_stride + (i + j)*W::bytes, row_bytes).read(v, d, m);
+                        KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+                            store_i(bytes[t][j] + 64*q, v[q]);
+                        }
+                    }
+                }
+            }
+            vfloat d[n_tiles], m[n_tiles];
+            tile_load<tile_a>(x, 32);
+            KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+                W w(tile + t*tile_stride + i*W::bytes, row_bytes);
+                const uint8_t * b = W::is_signed ? w.p : bytes[t][i % run_blocks];
+                vint v[8];
+                typename W::extra extra;
+                w.read(v, d[t], extra);
+                if constexpr (W::has_min) {
+                    m[t] = extra;
+                }
+                if (t == 0) {
+                    tile_load<tile_b>(b, 64);
+                    tile_zero<tile_c>();
+                    tile_dot<tile_c, tile_a, tile_b>();
+                    tile_store<tile_c>(sums[t]);
+                } else {
+                    tile_load<tile_b + 1>(b, 64);
+                    tile_zero<tile_c + 1>();
+                    tile_dot<tile_c + 1, tile_a, tile_b + 1>();
+                    tile_store<tile_c + 1>(sums[t]);
+                }
+            }
+            KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+                KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                    const uint8_t * of_column = x + 32*n_columns + 4*c;
+                    vint s = load_i(sums[t] + c*n_lanes);
+                    if constexpr (W::zero != 0) {
+                        s = add_i(s, set_i(load_i32(of_column)));
+                    }
+                    acc[t][c] = fma(mul(d[t], set_f(load_f32(of_column + 4*n_columns))), to_float(s), acc[t][c]);
+                    if constexpr (W::has_min) {
+                        acc[t][c] = fma(m[t], set_f(load_f32(of_column + 8*n_columns)), acc[t][c]);
+                    }
+                }
+            }
+            x += block_32_bytes(n_columns);
+        }
+        KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                store_f(y + (t*n_columns + c)*n_lanes, acc[t][c]);
+            }
+        }
+    }
+};
+
+template <class W, int n_columns, int> struct amx_kernel_256 {
+    static void run(const uint8_t * tile, size_t, size_t row_bytes, int64_t n_blocks, const uint8_t * x, float * y) {
+        W w(tile, row_bytes);
+        constexpr int n_groups = 256/W::group, n_dwords = W::group/4;
+        vfloat acc[n_columns];
+        alignas(64) uint8_t bytes [n_groups][n_dwords*64];
+        alignas(64) float   scales[n_groups][n_lanes];
+        alignas(64) int32_t sums [2][n_columns*n_lanes];
+        KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+            acc[c] = set_f(0);
+        }
+        for (int64_t i = 0; i < n_blocks; i++) {
+            constexpr int n_pairs = W::has_min ? 4 : 8;
+            vint   pairs[n_pairs];
+            vfloat d, dmin, sum[n_columns];
+            w.begin_super(d, dmin, pairs);
+            const uint8_t * scale = x + (256 + 32)*n_columns;
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                const uint8_t * of_column = x + 256*n_columns + 32*c;
+                vint t = set_i(0);
+                KNAPSPEC_UNROLL for (int p = 0; p < n_pairs; p++) {
+                    t = dot_16(t, pairs[p], set_i(load_i32(of_column + 4*p)));
+                }
+                if constexpr (W::has_min) {
+                    acc[c] = fnma(mul(dmin, set_f(load_f32(scale + 4*c))), to_float(t), acc[c]);
+                    sum[c] = set_f(0);
+                } else {
+                    sum[c] = mul(set_f(-W::zero), to_float(t));
+                }
+            }
+            for (int k = 0; k < W::n_chunks; k++) {
+                w.chunk(k, [&](int g, const vint * u, vfloat s) {
+                    KNAPSPEC_UNROLL for (int q = 0; q < n_dwords; q++) {
+                        store_i(bytes[g] + 64*q, u[q]);
+                    }
+                    store_f(scales[g], s);
+                });
+            }
+            for (int g = 0; g < n_groups; g++) {
+                tile_load<tile_a>(x + W::group*g, 256);
+                tile_load<tile_b>(bytes[g], 64);
+                tile_zero<tile_c>();
+                tile_dot<tile_c, tile_a, tile_b>();
+                tile_store<tile_c>(sums[g & 1]);
+                const vfloat s = load_f(scales[g]);
+                KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                    sum[c] = fma(s, to_float(load_i(sums[g & 1] + c*n_lanes)), sum[c]);
+                }
+            }
+            w.end_super();
+            KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+                acc[c] = fma(mul(d, set_f(load_f32(scale + 4*c))), sum[c], acc[c]);
+            }
+            x += block_256_bytes(n_columns);
+        }
+        KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
+            store_f(y + c*n_lanes, acc[c]);
+        }
+    }
+};
+
+#endif // KNAPSPEC_AMX
+
 using kernel_function = void (*)(const uint8_t *, size_t, size_t, int64_t, const uint8_t *, float *);
 
 struct kernel {
     int             n_tiles; // that `several` computes
     kernel_function several, one;
 };
-
-// With few columns one tile at a time keeps too few reads of memory under way. Plain rows are many streams anyway.
-constexpr int most_tiles = 4;
 
 template <template <class, int, int> class K, class W, bool packed> kernel of_columns(int n) {
     constexpr int four = packed ? most_tiles : 1, two = packed ? 2 : 1;
@@ -158,6 +306,23 @@ template <template <class, int, int> class K, class W, bool packed> kernel of_co
     };
     return all[n - 1];
 }
+
+#ifdef KNAPSPEC_AMX
+
+template <template <class, int, int> class K, class W, int at_once, int... n>
+kernel of_amx_columns(int n_columns, std::integer_sequence<int, n...>) {
+    static const kernel all[] = {
+        { n < 8 ? at_once : 1, K<W, n + 1, n < 8 ? at_once : 1>::run, K<W, n + 1, 1>::run }...
+    };
+    return all[n_columns - 1];
+}
+
+template <template <class, int, int> class K, class W, int at_once> kernel of_amx_columns(int n_columns) {
+    return of_amx_columns<K, W, at_once>(n_columns, std::make_integer_sequence<int, amx_panel_columns>());
+}
+
+#endif
+
 // ---- 16-bit floats: lanes run along a row, several rows at once
 
 struct load_f16 {
@@ -285,33 +450,66 @@ struct weight_format {
     bool   offset     = false; // activations as unsigned bytes, 128 added
     bool   sums_of_32 = false;
     size_t tile_bytes = 0; // of one block of n_lanes rows; 0: plain rows
-    bool   pairs      = false; // of tiles that lie interleaved; a reader is told which one instead of a stride
     kernel (*kernel_of)(int n_columns) = nullptr;
+    int    most_columns = panel_columns; // of one panel
+    int    dot_bytes    = 0; // of a column that an AMX tile multiplies at once; 0: no tiles
+    bool   pairs        = false; // of tiles that lie interleaved; a reader is told which one instead of a stride
 };
 
 template <class W, bool packed> weight_format format_32() {
-    return { W::zero, W::is_signed, false, packed ? W::bytes : 0, false, of_columns<kernel_32, W, packed> };
+    return { W::zero, W::is_signed, false, packed ? W::bytes : 0, of_columns<kernel_32, W, packed> };
 }
 
-template <class W, bool packed, bool pairs = false> weight_format format_256() {
-    return { 0, false, W::group == 32, packed ? W::bytes : 0, pairs, of_columns<kernel_256, W, false> };
+template <class W, bool packed> weight_format format_256() {
+    return { 0, false, W::group == 32, packed ? W::bytes : 0, of_columns<kernel_256, W, false> };
 }
 
 #if KNAPSPEC_SIMD == 128
+
+template <class W> weight_format packed_format_256() {
+    weight_format f = format_256<W, true>();
+    f.pairs = true;
+    return f;
+}
+
 template <int unit> weight_format packed_format(ggml_type type) {
     switch (type) {
         case GGML_TYPE_Q8_0:   return format_32 <packed_q8_0  <unit>, true>();
         case GGML_TYPE_Q4_0:   return format_32 <packed_q4_0  <unit>, true>();
         case GGML_TYPE_IQ4_NL: return format_32 <packed_iq4_nl<unit>, true>();
-        case GGML_TYPE_Q4_K:   return format_256<packed_q4_k  <unit>, true, true>();
-        case GGML_TYPE_Q5_K:   return format_256<packed_q5_k  <unit>, true, true>();
-        case GGML_TYPE_Q6_K:   return format_256<packed_q6_k  <unit>, true, true>();
+        case GGML_TYPE_Q4_K:   return packed_format_256<packed_q4_k<unit>>();
+        case GGML_TYPE_Q5_K:   return packed_format_256<packed_q5_k<unit>>();
+        case GGML_TYPE_Q6_K:   return packed_format_256<packed_q6_k<unit>>();
         default:               return {};
     }
 }
+
 #endif
 
-weight_format format_of(ggml_type type, layout where) {
+#ifdef KNAPSPEC_AMX
+
+template <class W> weight_format amx_format_32() {
+    return { W::zero, false, false, W::bytes, of_amx_columns<amx_kernel_32, W, 2>, amx_panel_columns, 32 };
+}
+
+template <class W> weight_format amx_format_256() {
+    return { 0, false, W::group == 32, W::bytes, of_amx_columns<amx_kernel_256, W, 1>, amx_panel_columns, W::group };
+}
+
+// From how many columns on tiles are faster than registers: they take almost as long for one column as for eight, and nibbles
+// have to be unpacked into memory for them. For Q6_K, whose groups fill a quarter of a tile, they never are.
+int least_amx_columns(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q8_0:                       return 4;
+        case GGML_TYPE_Q4_0: case GGML_TYPE_Q4_1:  return 8;
+        case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K:  return 9;
+        default:                                   return INT_MAX;
+    }
+}
+
+#endif
+
+weight_format format_of(ggml_type type, layout where, [[maybe_unused]] int n_columns) {
     if (where == layout::plain) {
         switch (type) {
             case GGML_TYPE_Q8_0: return format_32 <plain_q8_0, false>();
@@ -326,7 +524,17 @@ weight_format format_of(ggml_type type, layout where) {
             default: break;
         }
     }
-#if KNAPSPEC_SIMD == 512
+#ifdef KNAPSPEC_AMX
+    if (where == layout::amx && n_columns >= least_amx_columns(type)) {
+        switch (type) {
+            case GGML_TYPE_Q8_0: return amx_format_32 <amx_q8_0>();
+            case GGML_TYPE_Q4_0: return amx_format_32 <amx_q4_0>();
+            case GGML_TYPE_Q4_1: return amx_format_32 <amx_q4_1>();
+            case GGML_TYPE_Q4_K: return amx_format_256<amx_q4_k>();
+            case GGML_TYPE_Q5_K: return amx_format_256<amx_q5_k>();
+            default: break;
+        }
+    }
     if (where == layout::amx) {
         switch (type) {
             case GGML_TYPE_Q8_0: return format_32 <amx_q8_0, true>();
@@ -348,6 +556,10 @@ weight_format format_of(ggml_type type, layout where) {
     }
 #endif
     return {};
+}
+
+weight_format format_of(const ggml_tensor * op) {
+    return format_of(op->src[0]->type, layout_of(op->src[0]), (int) std::min<int64_t>(ggml_nrows(op->src[1]), INT_MAX));
 }
 
 // Beyond max_columns, where that is faster than upstream: its AMX tiles, and with AVX-512 its tiled K-quants, are faster yet
@@ -383,8 +595,8 @@ struct activations {
     int64_t n_blocks; // of 32, of 256, or for floats of n_lanes
     panels  columns;
 
-    activations(const ggml_tensor * op) :
-        kind(family_of(op->src[0]->type)), n_blocks(0), columns((int) ggml_nrows(op->src[1])) {
+    activations(const ggml_tensor * op, const weight_format & f) :
+        kind(family_of(op->src[0]->type)), n_blocks(0), columns((int) ggml_nrows(op->src[1]), f.most_columns) {
         const int64_t per_block = kind == family::blocks_32 ? 32 : kind == family::blocks_256 ? 256 : n_lanes;
         n_blocks = (op->src[0]->ne[0] + per_block - 1)/per_block;
         if (kind == family::floats) {
@@ -404,59 +616,70 @@ struct activations {
 };
 
 float * column_of(const ggml_tensor * x, int64_t c) {
+    if (c < x->ne[1]) { // divisions would cost as much as a small tile
+        return (float *) ((char *) x->data + c*x->nb[1]);
+    }
     const int64_t i1 = c % x->ne[1], i2 = c/x->ne[1] % x->ne[2], i3 = c/x->ne[1]/x->ne[2];
     return (float *) ((char *) x->data + i1*x->nb[1] + i2*x->nb[2] + i3*x->nb[3]);
 }
 
+#ifndef KNAPSPEC_QUANTIZE
+
+struct block_of_32 {
+    float   d;   // rounded to 16 bits
+    float   s;   // scale times sum, rounded to 16 bits
+    int32_t sum; // of the bytes
+};
+
+block_of_32 quantize_32(const float * x, int flip, uint8_t * out) {
+    block_q8_1 b;
+    ggml_get_type_traits_cpu(GGML_TYPE_Q8_1)->from_float(x, &b, 32);
+    int32_t sum = 0;
+    for (int i = 0; i < 32; i++) {
+        sum += b.qs[i];
+        out[i] = (uint8_t) (b.qs[i] ^ flip);
+    }
+    ggml_fp16_t halves[2];
+    memcpy(halves, &b, 4);
+    return { GGML_CPU_FP16_TO_FP32(halves[0]), GGML_CPU_FP16_TO_FP32(halves[1]), sum };
+}
+
+float quantize_256(const float * x, uint8_t * out, int16_t * sums) {
+    block_q8_K b;
+    ggml_get_type_traits_cpu(GGML_TYPE_Q8_K)->from_float(x, &b, 256);
+    memcpy(out, b.qs, 256);
+    memcpy(sums, b.bsums, 16*sizeof(int16_t));
+    return b.d;
+}
+
+#endif
+
 // Quantise the blocks [from, to) of column c as upstream does and put them where the kernels want them.
 void place_blocks(const activations & a, const ggml_tensor * op, const weight_format & f, int c, int64_t from, int64_t to, uint8_t * base) {
-    const ggml_type type       = ggml_get_type_traits_cpu(op->src[0]->type)->vec_dot_type;
-    const auto      from_float = ggml_get_type_traits_cpu(type)->from_float;
-    const float   * x          = column_of(op->src[1], c);
+    const float * x = column_of(op->src[1], c);
 
     const int panel = a.columns.of(c), n = a.columns.size(panel);
     c -= a.columns.first(panel);
     uint8_t * out = base + a.panel_offset(panel) + from*a.block_bytes(n);
 
-    constexpr int run = 16; // blocks quantised at once
-    union { block_q8_0 q8_0[run]; block_q8_1 q8_1[run]; block_q8_K q8_k[run]; } quantised;
-    const int64_t per_block = a.kind == family::blocks_32 ? 32 : 256;
-
-    for (int64_t i = from; i < to; i += run) {
-        const int some = (int) std::min<int64_t>(run, to - i);
-        from_float(x + per_block*i, &quantised, per_block*some);
-        for (int k = 0; k < some; k++, out += a.block_bytes(n)) {
-            if (a.kind == family::blocks_256) {
-                const block_q8_K & b = quantised.q8_k[k];
-                int16_t sums[16] = {};
-                for (int g = 0; g < 16; g++) {
-                    sums[f.sums_of_32 ? g/2 : g] += b.bsums[g];
+    for (int64_t i = from; i < to; i++, out += a.block_bytes(n)) {
+        if (a.kind == family::blocks_256) {
+            int16_t sums[16];
+            const float d = quantize_256(x + 256*i, out + 256*c, sums);
+            if (f.sums_of_32) {
+                for (int g = 0; g < 8; g++) {
+                    sums[g] = (int16_t) (sums[2*g] + sums[2*g + 1]);
                 }
-                memcpy(out + 256*c,              b.qs, 256);
-                memcpy(out + 256*n + 32*c,       sums, 32);
-                memcpy(out + (256 + 32)*n + 4*c, &b.d, 4);
-                continue;
             }
-            const bool     has_sum = type == GGML_TYPE_Q8_1;
-            const int8_t * q       = has_sum ? quantised.q8_1[k].qs : quantised.q8_0[k].qs;
-            ggml_fp16_t halves[2]; // scale, then where there is one the sum
-            memcpy(halves, has_sum ? (const void *) &quantised.q8_1[k] : &quantised.q8_0[k], has_sum ? 4 : 2);
-            int32_t sum = 0;
-            if (f.zero) {
-                for (int l = 0; l < 32; l++) {
-                    sum -= q[l];
-                }
-                sum *= f.zero;
-            }
-            const float d = GGML_CPU_FP16_TO_FP32(halves[0]);
-            const float s = has_sum ? GGML_CPU_FP16_TO_FP32(halves[1]) : 0.0f;
-            for (int l = 0; l < 32; l++) {
-                out[32*c + l] = (uint8_t) (f.offset ? q[l] + 128 : q[l]);
-            }
-            memcpy(out + 32*n + 4*c, &sum, 4);
-            memcpy(out + 36*n + 4*c, &d,   4);
-            memcpy(out + 40*n + 4*c, &s,   4);
+            memcpy(out + 256*n + 32*c,       sums, 32);
+            memcpy(out + (256 + 32)*n + 4*c, &d,   4);
+            continue;
         }
+        const block_of_32 b = quantize_32(x + 32*i, f.offset ? 0x80 : 0, out + 32*c);
+        const int32_t start = -f.zero*b.sum;
+        memcpy(out + 32*n + 4*c, &start, 4);
+        memcpy(out + 36*n + 4*c, &b.d,   4);
+        memcpy(out + 40*n + 4*c, &b.s,   4);
     }
 }
 
@@ -500,7 +723,7 @@ bool covers_weight(const ggml_tensor * w) {
         case family::floats: return where == layout::plain;
         default:
             // the last rows that fill no tile are computed with rows before them
-            return format_of(w->type, where).kernel_of && w->ne[1] >= n_lanes
+            return format_of(w->type, where, 1).kernel_of && w->ne[1] >= n_lanes
                 && (where != layout::amx || w->ne[1] % (2*n_lanes) == 0);
     }
 }
@@ -513,19 +736,19 @@ bool prefers_plain_rows(const ggml_tensor * w) {
 }
 
 size_t mul_mat_work_size(const ggml_tensor * op) {
-    return covers_product(op) ? activations(op).bytes() : 0;
+    return covers_product(op) ? activations(op, format_of(op)).bytes() : 0;
 }
 
 bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
     if (!covers_product(op)) {
         return false;
     }
-    const activations a(op);
+    const weight_format f = format_of(op);
+    const activations a(op, f);
     if (params->wsize < a.bytes()) {
         return false;
     }
     const ggml_tensor * w = op->src[0];
-    const weight_format f = format_of(w->type, layout_of(w));
     uint8_t * x = (uint8_t *) aligned((size_t) params->wdata);
     const int ith = params->ith, nth = params->nth;
 
@@ -538,13 +761,19 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
     }
 
     const int64_t n_rows = w->ne[1], n_tiles = (n_rows + n_lanes - 1)/n_lanes;
-    const int64_t chunk  = std::max<int64_t>(1, n_tiles/(nth*4));
+    const int64_t chunk  = std::max<int64_t>(1, n_tiles/(nth*2));
     if (ith == 0) {
         ggml_threadpool_chunk_set(params->threadpool, nth);
     }
     ggml_barrier(params->threadpool);
 
     const size_t tile_bytes = f.tile_bytes*a.n_blocks;
+#ifdef KNAPSPEC_AMX
+    std::optional<tile_shapes> shapes;
+    if (f.dot_bytes) {
+        shapes.emplace(a.columns.n, f.dot_bytes);
+    }
+#endif
     for (int64_t first = ith*chunk; first < n_tiles; first = chunk*ggml_threadpool_chunk_add(params->threadpool, 1)) {
         const int64_t end = std::min(first + chunk, n_tiles);
         if (a.kind == family::floats) {
@@ -561,7 +790,7 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
                 const int       n = a.columns.size(panel);
                 const int64_t   c = a.columns.first(panel);
                 const uint8_t * u = x + a.panel_offset(panel);
-                float y[most_tiles*panel_columns*n_lanes];
+                float y[most_tiles*amx_panel_columns*n_lanes];
 
                 const kernel    k    = f.kernel_of(n);
                 const uint8_t * tile = (const uint8_t *) w->data + (f.tile_bytes ? (t - which)*tile_bytes : (row - skip)*w->nb[1]);

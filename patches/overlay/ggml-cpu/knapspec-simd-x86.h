@@ -32,6 +32,8 @@ using vfloat = __m512;
 constexpr bool wide_dot = true;
 
 KNAPSPEC_INLINE vint   load_i   (const void * p)            { return _mm512_loadu_si512(p); }
+KNAPSPEC_INLINE void   store_i  (void * p, vint a)          { _mm512_storeu_si512(p, a); }
+KNAPSPEC_INLINE vint   add_i    (vint a, vint b)            { return _mm512_add_epi32(a, b); }
 KNAPSPEC_INLINE vint   set_i    (int v)                     { return _mm512_set1_epi32(v); }
 KNAPSPEC_INLINE vint   set_bytes(int v)                     { return _mm512_set1_epi8((char) v); }
 KNAPSPEC_INLINE vint   bit_and  (vint a, vint b)            { return _mm512_and_si512(a, b); }

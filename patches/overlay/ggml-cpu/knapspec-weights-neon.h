@@ -27,7 +27,7 @@ template <int block_bytes> struct packed_block {
 
     const uint8_t * p;
 
-    KNAPSPEC_INLINE packed_block(const uint8_t * tile, size_t) : p(tile) {}
+    KNAPSPEC_INLINE packed_block(const uint8_t * tile, size_t, bool = true) : p(tile) {}
 };
 
 template <int unit> struct packed_q8_0 : packed_block<34> {

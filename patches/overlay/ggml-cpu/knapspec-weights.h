@@ -396,10 +396,14 @@ template <int n> struct amx_tile {
     static constexpr int bytes = n; // of one block
 
     const uint8_t * p;
+    bool            ahead; // whether to prefetch
 
-    KNAPSPEC_INLINE amx_tile(const uint8_t * tile, size_t) : p(tile) {}
+    KNAPSPEC_INLINE amx_tile(const uint8_t * tile, size_t, bool ahead = true) : p(tile), ahead(ahead) {}
 
     KNAPSPEC_INLINE void prefetch() const {
+        if (!ahead) {
+            return;
+        }
         KNAPSPEC_UNROLL for (int i = 0; i < (n + 63)/64; i++) {
             prefetch_far(p + 4096 + 64*i);
         }
