@@ -6,7 +6,7 @@ Bound with ctypes below what the package itself uses, so that tests reach kernel
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -186,6 +186,30 @@ class Cpu:
         ggml["ggml_backend_buffer_free"](buffer)
         ggml["ggml_free"](context)
         return out.reshape(*x.shape[:-1], weights.rows)
+
+    @contextmanager
+    def chain(self, weights: Sequence[Weights], x: np.ndarray) -> Iterator[Callable[[], None]]:
+        """What computes the products of x f32 [columns of x, K] with each of the weights."""
+        ggml, n = self.ggml, len(weights)
+        size = (n + 8) * ggml["ggml_tensor_overhead"]() + ggml["ggml_graph_overhead"]()
+        context = ggml["ggml_init"](_Parameters(size, None, True))
+        held = ggml["ggml_new_tensor_2d"](context, TYPES["F32"], x.shape[1], x.shape[0])
+        graph = ggml["ggml_new_graph"](context)
+        for each in weights:
+            result = ggml["ggml_mul_mat"](context, each.tensor, held)
+            ggml["ggml_build_forward_expand"](graph, result)
+        buffer = ggml["ggml_backend_alloc_ctx_tensors"](context, self.backend)
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        ggml["ggml_backend_tensor_set"](held, x.ctypes.data, 0, x.nbytes)
+
+        def compute() -> None:
+            assert ggml["ggml_backend_graph_compute"](self.backend, graph) == 0
+
+        try:
+            yield compute
+        finally:
+            ggml["ggml_backend_buffer_free"](buffer)
+            ggml["ggml_free"](context)
 
     def supports(self, weights: Weights) -> bool:
         """Whether the backend takes weights that lie like these; a loader asks that."""

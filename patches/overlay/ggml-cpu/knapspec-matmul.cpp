@@ -761,7 +761,8 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
     }
 
     const int64_t n_rows = w->ne[1], n_tiles = (n_rows + n_lanes - 1)/n_lanes;
-    const int64_t chunk  = std::max<int64_t>(1, n_tiles/(nth*2));
+    // a thread takes the next chunk when it is done: few where taking one costs as much as it, more where cores are uneven
+    const int64_t chunk  = std::max<int64_t>(1, std::min(n_tiles/(nth*2), std::max<int64_t>(16, n_tiles/(nth*16))));
     if (ith == 0) {
         ggml_threadpool_chunk_set(params->threadpool, nth);
     }
