@@ -1,14 +1,10 @@
 // Attention for few query rows against a twin in F64 and row by row, without Python: for instruction sets that only an
-// emulator has here (CONTRIBUTING.md says how). Prints the largest error; exit code 1 if something is wrong.
-#include "ggml.h"
-#include "ggml-cpu.h"
-#include "ggml-backend.h"
+// emulator has here, and for sanitizers (scripts/check_kernels.py). Prints the largest error; exit code 1 if something is
+// wrong. With the argument "upstream" no result may be ours.
+#include "kernel_check.h"
 
+#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <random>
-#include <vector>
 
 struct Case {
     ggml_type type;
@@ -16,17 +12,6 @@ struct Case {
     float max_bias, softcap;
     bool sinks;
 };
-
-static std::mt19937 generator(1);
-
-static std::vector<float> normal(size_t n) {
-    std::normal_distribution<float> distribution;
-    std::vector<float> x(n);
-    for (float & value : x) {
-        value = distribution(generator);
-    }
-    return x;
-}
 
 struct Inputs {
     std::vector<float> q, k, v, sinks;
@@ -40,7 +25,7 @@ static std::vector<uint8_t> stored(ggml_type type, const std::vector<float> & x,
 
 // Rows first..first + n - 1 of the case, over the first `cells` cells. Everything lies in memory of its own and exact size,
 // so that a sanitizer sees what goes beyond.
-static std::vector<float> compute(const Case & c, const Inputs & in, int first, int n, int cells, int threads) {
+static std::vector<float> attention(const Case & c, const Inputs & in, int first, int n, int cells, int threads) {
     ggml_context * ctx = ggml_init({ (size_t) 1 << 20, nullptr, true });
     std::vector<std::vector<uint8_t>> memory;
     const auto fill = [&](ggml_tensor * t, const void * data) {
@@ -68,13 +53,7 @@ static std::vector<float> compute(const Case & c, const Inputs & in, int first, 
     }
     std::vector<float> result(ggml_nelements(out));
     out->data = result.data();
-    ggml_cgraph * graph = ggml_new_graph(ctx);
-    ggml_build_forward_expand(graph, out);
-    ggml_cplan plan = ggml_graph_plan(graph, threads, nullptr);
-    std::vector<uint8_t> work(plan.work_size);
-    plan.work_data = work.data();
-    ggml_graph_compute(graph, &plan);
-    ggml_free(ctx);
+    compute(ctx, out, threads);
     return result;
 }
 
@@ -119,7 +98,7 @@ static double largest_error(const Case & c, const Inputs & in, const std::vector
     return error;
 }
 
-int main() {
+int main(int argc, char ** argv) {
     const Case cases[] = {
         { GGML_TYPE_F16,   64,  9, 3,  1,  512,  300, 0, 0,  false }, { GGML_TYPE_F16,   64,  9, 3,  8,  512,  300, 0, 0,  false },
         { GGML_TYPE_F16,   80,  4, 4,  5,  300,  300, 8, 0,  false }, { GGML_TYPE_F16,   96,  6, 2, 16,  257,  200, 0, 5,  true  },
@@ -127,25 +106,30 @@ int main() {
         { GGML_TYPE_Q8_0,  64,  9, 3,  1,  512,  300, 0, 0,  false }, { GGML_TYPE_Q8_0, 128,  8, 2,  7,  700,  700, 0, 0,  false },
         { GGML_TYPE_Q8_0,  96, 12, 3, 16,  256,   90, 8, 5,  true  }, { GGML_TYPE_F16,   64,  6, 2, 70,  300,  290, 0, 0,  true  },
     };
-    const auto set_enabled = (void (*)(bool)) ggml_backend_reg_get_proc_address(ggml_backend_cpu_reg(), "knapspec_cpu_set_enabled");
+    const Backend cpu;
+    const bool from_upstream = expects_upstream(argc, argv);
     bool good = true;
     for (const Case & c : cases) {
         const Inputs in = { normal((size_t) c.tokens*c.heads*c.width), normal((size_t) c.cells*c.heads_kv*c.width),
                             normal((size_t) c.cells*c.heads_kv*c.width), normal(c.heads) };
-        set_enabled(false);
-        const std::vector<float> upstream = compute(c, in, 0, c.tokens, c.cells, 2);
-        set_enabled(true);
-        const std::vector<float> whole = compute(c, in, 0, c.tokens, c.cells, 2);
+        cpu.set_enabled(false);
+        const std::vector<float> upstream = attention(c, in, 0, c.tokens, c.cells, 2);
+        cpu.set_enabled(true);
+        const std::vector<float> whole = attention(c, in, 0, c.tokens, c.cells, 2);
         const bool ours = memcmp(whole.data(), upstream.data(), whole.size()*sizeof(float)) != 0;
         bool same = true;
         for (int j = 0; j < c.tokens; j++) {
-            const std::vector<float> alone = compute(c, in, j, 1, std::min(c.cells, (c.used + 63)/64*64), 1 + j%3);
+            const std::vector<float> alone = attention(c, in, j, 1, std::min(c.cells, (c.used + 63)/64*64), 1 + j%3);
             same &= memcmp(alone.data(), whole.data() + (size_t) j*c.heads*c.width, alone.size()*sizeof(float)) == 0;
         }
         const double error = largest_error(c, in, whole);
-        good &= ours && same && error < 2e-5;
+        good &= from_upstream ? !ours : ours && same && error < 2e-5;
+        if (from_upstream) {
+            continue;
+        }
         printf("%s width %3d tokens %2d: error %.1e (upstream's %.1e), %s, rows alone %s\n", ggml_type_name(c.type), c.width,
                c.tokens, error, largest_error(c, in, upstream), ours ? "ours" : "NOT OURS", same ? "equal" : "DIFFER");
     }
+    printf("attention: %s\n", !good ? "WRONG" : from_upstream ? "all upstream's" : "good");
     return good ? 0 : 1;
 }

@@ -9,11 +9,14 @@
 #include "ggml-cpu.h"
 #include "repack.h"
 #include "simd-mappings.h"
+#include "traits.h"
 
 #include <algorithm>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <optional>
+#include <typeinfo>
 #include <utility>
 
 namespace knapspec {
@@ -377,8 +380,8 @@ struct float_kernel {
 
 template <class W, int n_columns> constexpr float_kernel float_kernel_of() {
     // as many accumulators as leave registers for the weights and one activation
-    constexpr int n_rows = KNAPSPEC_SIMD == 512 ? (n_columns <= 4 ? 6 : n_columns <= 6 ? 4 : 3)
-                                                : (n_columns == 1 ? 6 : n_columns == 2 ? 4 : n_columns == 3 ? 3 : n_columns <= 6 ? 2 : 1);
+    constexpr int n_rows = n_registers == 32 ? (n_columns <= 4 ? 6 : n_columns <= 6 ? 4 : 3)
+                                             : (n_columns == 1 ? 6 : n_columns == 2 ? 4 : n_columns == 3 ? 3 : n_columns <= 6 ? 2 : 1);
     return { n_rows, float_rows<W, n_rows, n_columns>, float_rows<W, 1, n_columns> };
 }
 
@@ -392,7 +395,27 @@ template <class W> float_kernel float_kernel_for(int n) {
 
 // ---- what is covered
 
-enum class layout { none, plain, amx };
+// packed: by ggml's CPU_REPACK, 4 or 8 bytes of each row side by side
+enum class layout { none, plain, amx, packed_4, packed_8 };
+
+#if KNAPSPEC_SIMD == 128
+// What packed a weight has a private type of upstream's, with the packing among its template arguments. Where this is not
+// found in the type's name, upstream computes.
+layout packing_of(const ggml_tensor * w) {
+    const char * name = w->extra ? typeid(*(const ggml::cpu::tensor_traits *) w->extra).name() : "";
+    const int    rows = ggml_blck_size(w->type) == 32 ? 4 : 8;
+    for (const int unit : { 4, 8 }) {
+        for (const char integer : { 'l', 'x' }) { // int64_t as long or as long long
+            char arguments[16];
+            snprintf(arguments, sizeof(arguments), "L%c%dEL%c%dE", integer, unit, integer, rows);
+            if (strstr(name, arguments)) {
+                return unit == 4 ? layout::packed_4 : layout::packed_8;
+            }
+        }
+    }
+    return layout::none;
+}
+#endif
 
 layout layout_of(const ggml_tensor * w) {
     const ggml_backend_buffer_t buffer = w->view_src ? w->view_src->buffer : w->buffer;
@@ -402,6 +425,11 @@ layout layout_of(const ggml_tensor * w) {
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__)
     if (buffer->buft == ggml_backend_amx_buffer_type() && !w->view_src) {
         return w->type == GGML_TYPE_F16 ? layout::plain : layout::amx;
+    }
+#endif
+#if KNAPSPEC_SIMD == 128
+    if (buffer->buft == ggml_backend_cpu_repack_buffer_type() && !w->view_src) {
+        return packing_of(w);
     }
 #endif
     return layout::none;
@@ -425,6 +453,7 @@ struct weight_format {
     kernel (*kernel_of)(int n_columns) = nullptr;
     int    most_columns = panel_columns; // of one panel
     int    dot_bytes    = 0; // of a column that an AMX tile multiplies at once; 0: no tiles
+    bool   pairs        = false; // of tiles that lie interleaved; a reader is told which one instead of a stride
 };
 
 template <class W, bool packed> weight_format format_32() {
@@ -434,6 +463,28 @@ template <class W, bool packed> weight_format format_32() {
 template <class W, bool packed> weight_format format_256() {
     return { 0, false, W::group == 32, packed ? W::bytes : 0, of_columns<kernel_256, W, false> };
 }
+
+#if KNAPSPEC_SIMD == 128
+
+template <class W> weight_format packed_format_256() {
+    weight_format f = format_256<W, true>();
+    f.pairs = true;
+    return f;
+}
+
+template <int unit> weight_format packed_format(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q8_0:   return format_32 <packed_q8_0  <unit>, true>();
+        case GGML_TYPE_Q4_0:   return format_32 <packed_q4_0  <unit>, true>();
+        case GGML_TYPE_IQ4_NL: return format_32 <packed_iq4_nl<unit>, true>();
+        case GGML_TYPE_Q4_K:   return packed_format_256<packed_q4_k<unit>>();
+        case GGML_TYPE_Q5_K:   return packed_format_256<packed_q5_k<unit>>();
+        case GGML_TYPE_Q6_K:   return packed_format_256<packed_q6_k<unit>>();
+        default:               return {};
+    }
+}
+
+#endif
 
 #ifdef KNAPSPEC_AMX
 
@@ -458,7 +509,7 @@ int least_amx_columns(ggml_type type) {
 
 #endif
 
-weight_format format_of(ggml_type type, layout where, int n_columns) {
+weight_format format_of(ggml_type type, layout where, [[maybe_unused]] int n_columns) {
     if (where == layout::plain) {
         switch (type) {
             case GGML_TYPE_Q8_0: return format_32 <plain_q8_0, false>();
@@ -496,6 +547,14 @@ weight_format format_of(ggml_type type, layout where, int n_columns) {
         }
     }
 #endif
+#if KNAPSPEC_SIMD == 128
+    if (where == layout::packed_4) {
+        return packed_format<4>(type);
+    }
+    if (where == layout::packed_8) {
+        return packed_format<8>(type);
+    }
+#endif
     return {};
 }
 
@@ -504,9 +563,9 @@ weight_format format_of(const ggml_tensor * op) {
 }
 
 // Beyond max_columns, where that is faster than upstream: its AMX tiles, and with AVX-512 its tiled K-quants, are faster yet
-// on many columns.
+// on many columns. On ARM nothing was measured.
 int64_t most_columns(const ggml_tensor * w) {
-    if (layout_of(w) == layout::plain) {
+    if (KNAPSPEC_SIMD != 128 && layout_of(w) == layout::plain) {
         switch (family_of(w->type)) {
             case family::blocks_32:  return INT_MAX;
             case family::blocks_256: return KNAPSPEC_SIMD == 512 ? 32 : INT_MAX;
@@ -665,11 +724,14 @@ bool covers_weight(const ggml_tensor * w) {
         default:
             // the last rows that fill no tile are computed with rows before them
             return format_of(w->type, where, 1).kernel_of && w->ne[1] >= n_lanes
-                && (where == layout::plain || w->ne[1] % (2*n_lanes) == 0);
+                && (where != layout::amx || w->ne[1] % (2*n_lanes) == 0);
     }
 }
 
 bool prefers_plain_rows(const ggml_tensor * w) {
+    if (KNAPSPEC_SIMD == 128) {
+        return false; // ours read the packing of upstream, whose kernels for prompts want it
+    }
     return (w->type == GGML_TYPE_Q4_0 || w->type == GGML_TYPE_Q4_K || w->type == GGML_TYPE_IQ4_NL) && w->ne[2] == 1 && w->ne[3] == 1;
 }
 
@@ -722,7 +784,7 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
         for (int64_t t = first; t < end;) {
             const int64_t row = t*n_lanes, some = std::min<int64_t>(n_lanes, n_rows - row);
             // the last tile of plain rows may begin early, and then leaves out what the one before computed
-            const int64_t skip = n_lanes - some;
+            const int64_t skip = n_lanes - some, which = f.pairs ? t % 2 : 0;
             int at_once = std::min(f.kernel_of(a.columns.size(0)).n_tiles, f.kernel_of(a.columns.small).n_tiles);
             at_once = t + at_once <= end ? at_once : 1;
             for (int panel = 0; panel < a.columns.count; panel++) {
@@ -732,8 +794,8 @@ bool mul_mat(const ggml_compute_params * params, ggml_tensor * op) {
                 float y[most_tiles*amx_panel_columns*n_lanes];
 
                 const kernel    k    = f.kernel_of(n);
-                const uint8_t * tile = (const uint8_t *) w->data + (f.tile_bytes ? t*tile_bytes : (row - skip)*w->nb[1]);
-                (at_once == 1 ? k.one : k.several)(tile, tile_bytes, w->nb[1], a.n_blocks, u, y);
+                const uint8_t * tile = (const uint8_t *) w->data + (f.tile_bytes ? (t - which)*tile_bytes : (row - skip)*w->nb[1]);
+                (at_once == 1 ? k.one : k.several)(tile, tile_bytes, f.pairs ? which : w->nb[1], a.n_blocks, u, y);
                 for (int i = 0; i < at_once; i++) {
                     for (int j = 0; j < n; j++) {
                         memcpy(column_of(op, c + j) + row + i*n_lanes, y + (i*n + j)*n_lanes + skip, some*sizeof(float));

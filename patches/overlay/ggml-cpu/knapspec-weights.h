@@ -159,23 +159,27 @@ struct plain_q5_1 : plain_block<24> {
     }
 };
 
-// nibbles stand for 16 uneven steps
+// nibbles, which stand for 16 uneven steps, to weights
+KNAPSPEC_INLINE void steps_iq4_nl(vint * v) {
+    alignas(16) static const int8_t steps[16] = {
+        -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+    };
+    KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
+        v[q] = shuffle_bytes(repeat_16(steps), v[q]);
+    }
+    bias_q8_0(v);
+}
+
 struct plain_iq4_nl : plain_block<18> {
     static constexpr int  zero = zero_q8_0, largest = 128;
     static constexpr bool has_min = false, is_signed = false;
     using plain_block::plain_block;
 
     KNAPSPEC_INLINE void read(vint * v, vfloat & d, vfloat &) {
-        alignas(16) static const int8_t steps[16] = {
-            -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-        };
         begin();
         at.bytes_16(2, v);
         split_nibbles(v);
-        KNAPSPEC_UNROLL for (int q = 0; q < 8; q++) {
-            v[q] = shuffle_bytes(repeat_16(steps), v[q]);
-        }
-        bias_q8_0(v);
+        steps_iq4_nl(v);
         d = at.half(0);
         at.advance(18);
     }
@@ -565,5 +569,9 @@ struct amx_q6_k {
 #endif // 512
 
 } // namespace knapspec
+
+#if KNAPSPEC_SIMD == 128
+#include "knapspec-weights-neon.h"
+#endif
 
 #endif // KNAPSPEC_SIMD
