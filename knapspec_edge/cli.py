@@ -30,7 +30,7 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import CTX_TOKENS_MAX, DEFAULTS, OVERFLOWS, POLICIES
+from .config import CTX_TOKENS_MAX, DEFAULTS, GENERATORS, OVERFLOWS
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 from .folders import expanded, read_at_most
 from .native.giving_up import on_abort
@@ -585,8 +585,8 @@ def profile(
 )
 @option(
     "--policy",
-    type=click.Choice(POLICIES),
-    default=POLICIES[0],
+    type=click.Choice(GENERATORS),
+    default=GENERATORS[0],
     show_default=True,
     help="What proposes plans: knapsack and search over hidden states, or the latter alone, as "
     "published. All are judged alike.",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .config import POLICIES
 from .errors import KnapspecError
 
 if TYPE_CHECKING:
@@ -84,9 +83,11 @@ def open_file(
 
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
     """What of a command's options Engine.open takes."""
-    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "exact", "template")
-    given = {name: options[name] for name in names if name in options}
-    return {**given, "policy": options.get("policy", POLICIES[0])}
+    names = (
+        "ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "policy", "draft_model",
+        "exact", "template",
+    )  # fmt: skip
+    return {name: options[name] for name in names if name in options}
 
 
 def confirm_licence(terminal: Terminal) -> Callable[[Model], bool] | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import cli_completion
+from . import cli_completion, policies
 from .cli_config import MODEL_VARIABLE, PREFIX
-from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
+from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, THREADS_MAX
 from .errors import UsageError
 from .sampling import (
     DEFAULT_PRESET,
@@ -244,11 +244,17 @@ ANSWER_OPTIONS = (
     ),
     option(
         "--policy",
-        type=click.Choice(POLICIES),
-        default=POLICIES[0],
+        type=click.Choice(policies.NAMES),
+        default=policies.DEFAULT,
         show_default=True,
-        help="How drafts are planned; knapspec-paper is the published method, which never goes "
-        "off, for comparison.",
+        help="What drafts, for comparison: all but knapspec are always on. docs/policies.md says "
+        "what each is.",
+    ),
+    option(
+        "--draft-model",
+        metavar="MODEL",
+        shell_complete=cli_completion.model,
+        help="A small model with the vocabulary of MODEL, for --policy draft-model.",
     ),
     option(
         "--exact",

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 CTX_TOKENS_MAX = 2**31 - 1  # positions are signed 32-bit numbers
 THREADS_MAX = 512  # GGML_MAX_N_THREADS
 GPU_LAYERS_MAX = 2**31 - 1
-# How drafts are planned, the default first: our planner, or the published method alone.
-POLICIES = ("knapspec", "knapspec-paper")
+# What proposes the plans that are judged, the default first: the knapsack and the search over
+# hidden states, or the latter alone, as published.
+GENERATORS = ("knapspec", "knapspec-paper")
 # What a text has to be the same to, the default first: see Engine.open.
 EXACTNESS = ("default", "strict")
 # What a chat does where its context is full, the default first: say so, or drop the oldest turns.

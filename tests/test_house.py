@@ -24,6 +24,7 @@ LAYERS = (
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
     {"search", "quantize", "sampling"},
+    {"policies"},
     {"engine"},
     {"apps"},
     {"terminal", "keyboard"},
