@@ -24,6 +24,7 @@ from .sampling import (
 from .text.builtin_templates import BUILTIN
 
 if TYPE_CHECKING:
+    from .records import Sampling
     from .sampling import Settings
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -139,6 +140,29 @@ LOGPROBS_OPTION = option(
     metavar="N",
     help="With --json: log-probabilities of all tokens, and of the N most probable at each place.",
 )
+
+# How `bench` draws; greedily without them.
+DRAW_OPTIONS = (
+    option(
+        "--preset",
+        type=click.Choice(list(PRESETS)),
+        default=DEFAULT_PRESET,
+        show_default=True,
+        help="Values of the sampling options that are not given, as for `run`.",
+    ),
+    _value("temperature", "Temperature; 0 always takes the most probable token."),
+    _value("top_k", "Choose among the N most probable tokens; 0: all."),
+    _value("top_p", "Choose among the most probable tokens that together have this share; 1: all."),
+    option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler."),
+)
+
+
+def drawn_sampling(options: dict[str, Any]) -> Sampling:
+    """What DRAW_OPTIONS ask for; they are taken out of `options`. Raises UsageError."""
+    from .sampling import Settings
+
+    names = ("preset", "temperature", "top_k", "top_p", "seed")
+    return Settings(**{name: options.pop(name) for name in names}).sampling()
 
 
 def sampling_settings(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ GPU_LAYERS_MAX = 2**31 - 1
 GENERATORS = ("knapspec", "knapspec-paper")
 # What a text has to be the same to, the default first: see Engine.open.
 EXACTNESS = ("default", "strict")
+# Kinds of prompts that `bench` makes.
+BENCH_TASKS = ("summarize", "code", "qa", "chat", "reason")
 # What a chat does where its context is full, the default first: say so, or drop the oldest turns.
 OVERFLOWS = ("stop", "drop")
 

@@ -49,6 +49,7 @@ from .turns import Turns
 if TYPE_CHECKING:
     from .backend import Backend
     from .gguf_check import GgufInfo
+    from .latency.costs import Costs
     from .latency.drift import DriftTracker
     from .latency.profile import LatencyProfile
     from .latency.store import Store
@@ -684,6 +685,12 @@ class Engine(Closing):
         if spec not in ("auto", "on") or (planned and self._book is None):
             return FixedPolicy(chosen.draft)
         return self._create_policy(self.policy_name, progress, forced=spec == "on")
+
+    @property
+    def costs(self) -> Costs | None:
+        """What passes cost here, as it was measured; None before "auto", "on" or a policy that
+        goes by it."""
+        return None if self._book is None else self._book.costs
 
     @_in_turn
     def create_policy(
