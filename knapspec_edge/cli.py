@@ -405,6 +405,15 @@ def _others() -> str:
     help="Compare another build of llama.cpp: the folder of its libraries.",
 )
 @option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="[NAME=]WHERE",
+    shell_complete=cli_completion.files,
+    help="Compare another Python's llama-cpp-python or ik-llama-cpp-python, or a folder of "
+    "libraries; repeatable.",
+)
+@option(
     "--contexts",
     metavar="N,...",
     help="Lengths of the prompts in tokens, chat format included, as in 256,2K,6K (K is 1,024); "
@@ -470,6 +479,7 @@ def bench(
     plans: tuple[str, ...],
     draft_model: str | None,
     unpatched: str | None,
+    peers: tuple[str, ...],
     contexts: str | None,
     tasks: str | None,
     prompts: str | None,
@@ -496,6 +506,7 @@ def bench(
       knapspec-edge bench model.gguf --policies knapspec-paper --tasks code,qa --format csv
       knapspec-edge bench model.gguf --plan mine.json --policies plain --prompts mine.jsonl
       knapspec-edge bench model.gguf --unpatched /opt/llama.cpp/build/bin --format json --plot plots
+      knapspec-edge bench model.gguf --peer ik=/opt/ik/bin/python --policies plain
     """
     from .apps.bench import options as asked
     from .apps.bench import report, runner
@@ -513,6 +524,7 @@ def bench(
         plans=plans,
         draft_model=draft_model,
         unpatched=unpatched,
+        peers=peers,
         contexts=contexts,
         tasks=tasks,
         prompts=prompts,

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -227,8 +228,16 @@ def test_what_excludes_each_other_is_said(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "a"}\n')
     with pytest.raises(UsageError, match="--contexts and --tasks are for the prompts that bench"):
         from_texts(prompts=str(prompts), tasks="qa")
-    with pytest.raises(UsageError, match="--unpatched decodes greedily"):
-        from_texts(unpatched="x", sampling=Sampling(temperature=0.7))
+    python = Path(sys.executable)
+    for peer, said in (
+        ("ik", "--peer ik=.*compared greedily; leave --temp"),
+        ("auto", "a side of the comparison has this name"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            from_texts(
+                peers=[f"{peer}={python}"],
+                sampling=Sampling(temperature=0.7 if peer == "ik" else 0.0),
+            )
     with pytest.raises(UsageError, match="two plan files are called a"):
         from_texts(plans=["x/a.json", "y/a.json"])
     chosen = from_texts(policies="all")
@@ -637,6 +646,7 @@ def test_plots_are_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_real_comparison_with_the_unpatched_library(tmp_path: Path) -> None:
     from knapspec_edge import models
+    from knapspec_edge.apps.peers import unpatched
     from knapspec_edge.errors import DownloadError
     from knapspec_edge.native import library
 
@@ -665,7 +675,7 @@ def test_a_real_comparison_with_the_unpatched_library(tmp_path: Path) -> None:
             max_tokens=24,
             warmup_tokens=2,
             plans=(file,),
-            unpatched=Path(pristine),
+            peers=(unpatched(pristine),),
         )
         seen: list[str] = []
         kernels = library.load()._lib

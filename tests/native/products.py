@@ -43,6 +43,9 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "ggml_quantize_chunk": (_size, [ctypes.c_int, _p, _p, _i64, _i64, _i64, _p]),
     "ggml_new_tensor_2d": (_p, [_p, ctypes.c_int, _i64, _i64]),
     "ggml_new_tensor_3d": (_p, [_p, ctypes.c_int, _i64, _i64, _i64]),
+    "ggml_new_tensor_4d": (_p, [_p, ctypes.c_int, _i64, _i64, _i64, _i64]),
+    "ggml_view_4d": (_p, [_p, _p, _i64, _i64, _i64, _i64, _size, _size, _size, _size]),
+    "ggml_permute": (_p, [_p, _p, *[ctypes.c_int] * 4]),
     "ggml_view_3d": (_p, [_p, _p, _i64, _i64, _i64, _size, _size, _size]),
     "ggml_mul_mat": (_p, [_p, _p, _p]),
     "ggml_new_graph": (_p, [_p]),
@@ -186,6 +189,62 @@ class Cpu:
         ggml["ggml_backend_buffer_free"](buffer)
         ggml["ggml_free"](context)
         return out.reshape(*x.shape[:-1], weights.rows)
+
+    def any_product(
+        self,
+        type_name: str,
+        values: np.ndarray,
+        x: np.ndarray,
+        *,
+        x_type: str = "F32",
+        rows: slice | None = None,
+        k: int | None = None,
+        swapped: bool = False,
+    ) -> np.ndarray:
+        """f32 [c, d, columns, rows] of weights made of f32 [a, b, rows, K] and x f32 [c, d,
+        columns, K], a and b dividing c and d: the shapes of any graph, weights and x being nodes
+        of it. `rows` and `k`: only these weights, as a view, and the first `k` of x. `swapped`:
+        weights and x lie in memory as [a, rows, b, K], and are permuted."""
+        ggml = self.ggml
+        context = self.context()
+        tensors = []
+        for kind, array in ((type_name, values), (x_type, x)):
+            laid = array.swapaxes(1, 2) if swapped else array
+            tensor = ggml["ggml_new_tensor_4d"](context, TYPES[kind], *laid.shape[::-1])
+            tensors.append((tensor, kind, np.ascontiguousarray(laid, dtype=np.float32)))
+        left, right = tensors[0][0], tensors[1][0]
+        if swapped:
+            left, right = (ggml["ggml_permute"](context, t, 0, 2, 1, 3) for t in (left, right))
+        if rows is not None or k is not None:
+            most_rows, most_k = values.shape[2:]
+            first, last, _ = (rows or slice(None)).indices(most_rows)
+            k = k or most_k
+            width = ggml["ggml_row_size"](TYPES[type_name], most_k)
+            planes = values.shape[1], values.shape[0]
+            strides = width, width * most_rows, width * most_rows * planes[0]
+            left = ggml["ggml_view_4d"](
+                context, left, k, last - first, *planes, *strides, first * width
+            )
+            ends = ggml["ggml_row_size"](TYPES[x_type], x.shape[3])
+            strides = ends, ends * x.shape[2], ends * x.shape[2] * x.shape[1]
+            right = ggml["ggml_view_4d"](context, right, k, *x.shape[2::-1], *strides, 0)
+            n_rows = last - first
+        else:
+            n_rows = values.shape[2]
+        result = ggml["ggml_mul_mat"](context, left, right)
+        graph = ggml["ggml_new_graph"](context)
+        ggml["ggml_build_forward_expand"](graph, result)
+        buffer = ggml["ggml_backend_alloc_ctx_tensors"](context, self.backend)
+        for tensor, kind, array in tensors:
+            flat = array.reshape(-1, array.shape[-1])
+            data = flat if kind == "F32" else self.quantize(kind, flat)
+            ggml["ggml_backend_tensor_set"](tensor, data.ctypes.data, 0, data.nbytes)
+        assert ggml["ggml_backend_graph_compute"](self.backend, graph) == 0
+        out = np.empty((*x.shape[:3], n_rows), np.float32)
+        ggml["ggml_backend_tensor_get"](result, out.ctypes.data, 0, out.nbytes)
+        ggml["ggml_backend_buffer_free"](buffer)
+        ggml["ggml_free"](context)
+        return out
 
     def supports(self, weights: Weights) -> bool:
         """Whether the backend takes weights that lie like these; a loader asks that."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -266,6 +267,66 @@ def test_strides_planes_and_threads_change_nothing(cpu: Cpu, case: tuple[str, st
             assert same_bits(other.product(weights, x), expected)
         weights.close()
         other.close()
+
+
+# what is not ours: (weights, x, further arguments), shapes from the outermost dimension inwards
+DECLINED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "several matrices": ((1, 3, 32, 256), (1, 3, 4, 256), {}),
+    "matrices shared by planes": ((2, 2, 32, 256), (4, 6, 3, 256), {}),
+    "a batch of matrices": ((2, 1, 32, 256), (2, 1, 4, 256), {}),
+    "fewer rows than a register": ((1, 1, 7, 256), (1, 1, 4, 256), {}),
+    "one row": ((1, 1, 1, 512), (1, 1, 1, 512), {}),
+    "part of the rows": ((1, 1, 80, 256), (1, 1, 4, 256), {"rows": slice(17, 60)}),
+    "part of the columns": ((1, 1, 48, 512), (1, 1, 4, 512), {"k": 256}),
+    "permuted": ((1, 3, 32, 256), (1, 6, 5, 256), {"swapped": True}),
+}
+
+
+@pytest.mark.parametrize("what", DECLINED)
+@pytest.mark.parametrize("name", COVERED)
+def test_what_is_not_ours_is_upstreams(cpu: Cpu, simd: None, name: str, what: str) -> None:
+    shape, x_shape, more = DECLINED[what]
+    values, x = normal(5, *shape), normal(6, *x_shape)
+    with cpu.kernels(True):
+        ours = cpu.any_product(name, values, x, **more)
+    with cpu.kernels(False):
+        theirs = cpu.any_product(name, values, x, **more)
+    # rows of 16-bit floats need no neighbours to fill a register
+    served = name in ("F16", "BF16") and shape[2] < 16
+    assert served or same_bits(ours, theirs)
+    # and what is compared is the product
+    rows, k = more.get("rows", slice(None)), more.get("k")
+    a, b = x_shape[0] // shape[0], x_shape[1] // shape[1]
+    w = np.repeat(np.repeat(values[:, :, rows, :k], a, axis=0), b, axis=1).astype(np.float64)
+    expected = np.einsum("abrk,abck->abcr", w, x[..., :k])
+    magnitude = np.einsum("abrk,abck->abcr", np.abs(w), np.abs(x[..., :k]))
+    assert np.max(np.abs(ours - expected) / magnitude) < 0.1, "the error of 4 bits at most"
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16"])
+def test_activations_of_16_bits_are_upstreams(cpu: Cpu, simd: None, name: str) -> None:
+    values, x = normal(5, 1, 1, 48, 64), normal(6, 1, 1, 4, 64)
+    with cpu.kernels(True):
+        ours = cpu.any_product(name, values, x, x_type=name)
+    with cpu.kernels(False):
+        theirs = cpu.any_product(name, values, x, x_type=name)
+    assert same_bits(ours, theirs)
+    assert np.allclose(ours[0, 0], x[0, 0] @ values[0, 0].T, atol=0.2)
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_one_matrix_serves_planes_of_any_shape(cpu: Cpu, simd: None, name: str) -> None:
+    """Of two dimensions, with gaps between their columns: each column as it is alone."""
+    values, x = normal(5, 1, 1, 40, 512), normal(6, 2, 3, 2, 512)
+    columns = x.reshape(1, 1, 12, 512)
+    with cpu.kernels(True):
+        flat = cpu.any_product(name, values, columns)
+        assert same_bits(cpu.any_product(name, values, x).reshape(12, 40), flat[0, 0])
+        swapped = cpu.any_product(name, values, x, swapped=True)
+    with cpu.kernels(False):
+        theirs = cpu.any_product(name, values, x, swapped=True)
+    # permuted weights are not ours, even where that leaves them as they lie
+    assert same_bits(swapped, theirs)
 
 
 EXTREMES = {

@@ -14,12 +14,12 @@ from ...folders import expanded
 from ...policies import NAMES
 from ...records import Sampling
 from ...search.planner import room_tokens
+from ..peers import Source, parse_all
 from .rows import PLAIN
 from .tasks import OwnPrompt, parse_contexts, read_prompts
 
 AUTO = "auto"  # the default policy as `--spec auto` has it
 FORCED = "knapspec"  # the same, never turning to plain decoding
-UNPATCHED = "unpatched llama.cpp"
 
 ALL = "all"
 DEFAULT_POLICIES = (AUTO, FORCED)
@@ -43,7 +43,7 @@ class Options:
     cooldown_seconds: float = 0.0
     plans: tuple[Path, ...] = ()
     draft_model: Path | None = None
-    unpatched: Path | None = None  # folder of another build's libraries
+    peers: tuple[Source, ...] = ()  # other builds
     sampling: Sampling = field(default_factory=Sampling)
     resume: Path | None = None  # a file of rows, to be read and added to
 
@@ -52,11 +52,15 @@ class Options:
         for stem in stems:
             if stems.count(stem) > 1:
                 raise UsageError(f"two plan files are called {stem}; rename one of them")
-        if self.unpatched is not None and self.sampling.temperature > 0.0:
+        if self.peers and self.sampling.temperature > 0.0:
             raise UsageError(
-                "--unpatched decodes greedily: other libraries draw other random numbers; leave "
-                "--temp away"
+                f"{self.peers[0].given}: other builds draw other random numbers, so that they are "
+                "compared greedily; leave --temp and --preset away"
             )
+        own = {PLAIN, *self.policies, *(f"plan {stem}" for stem in stems)}
+        for peer in self.peers:
+            if peer.name in own:
+                raise UsageError(f"{peer.given}: a side of the comparison has this name")
 
     def ctx_tokens(self, config: Config = DEFAULTS) -> int:
         """Size of the context that this takes."""
@@ -82,7 +86,7 @@ class Options:
             "cooldown_seconds": self.cooldown_seconds,
             "plans": [os.fspath(path) for path in self.plans],
             "draft_model": None if self.draft_model is None else os.fspath(self.draft_model),
-            "unpatched": None if self.unpatched is None else os.fspath(self.unpatched),
+            "peers": {peer.name: peer.given for peer in self.peers},
             "sampling": sampling_json(self.sampling),
         }
 
@@ -123,6 +127,7 @@ def from_texts(
     plans: Sequence[str] = (),
     draft_model: str | None = None,
     unpatched: str | None = None,
+    peers: Sequence[str] = (),
     contexts: str | None = None,
     tasks: str | None = None,
     prompts: str | None = None,
@@ -150,7 +155,7 @@ def from_texts(
         cooldown_seconds=cooldown,
         plans=tuple(expanded(plan) for plan in plans),
         draft_model=None if draft_model is None else expanded(draft_model),
-        unpatched=None if unpatched is None else expanded(unpatched),
+        peers=tuple(parse_all(peers, unpatched)),
         sampling=sampling or Sampling(),
         resume=None if resume is None else expanded(resume),
     )

@@ -24,10 +24,11 @@ from ...decode.policy import FixedPolicy, Policy
 from ...errors import Interrupted, KnapspecError
 from ...policies import describe
 from ..jsonl import Record
-from .options import AUTO, FORCED, UNPATCHED, Options, sampling_json
+from ..peers import Peer, Source
+from .options import AUTO, FORCED, Options, sampling_json
 from .resume import Key, Rows, missing
 from .rows import PLAIN, Run, Summary, compare, quartiles, summaries, summarize
-from .sides import Answer, _Peer, digest, draft_json, own_side, prefill
+from .sides import Answer, digest, draft_json, own_side, peer_side, prefill
 from .tasks import Prompt, build, build_own
 
 if TYPE_CHECKING:
@@ -211,24 +212,35 @@ class _Comparison:
                 partial(self.own, name, partial(FixedPolicy, draft)),
                 digest(self.plans[name]),
             )
-        if options.unpatched is not None:
-            folder = options.unpatched
-
-            def open_peer() -> Answer:
-                return self.resources.enter_context(_Peer(self.engine, folder)).answer
-
-            found[UNPATCHED] = _Side(UNPATCHED, open_peer, digest(os.fspath(folder.resolve())))
+        for source in options.peers:
+            place = source.python if source.library is None else source.library
+            found[source.name] = _Side(
+                source.name, partial(self.peer, source), digest(os.fspath(place))
+            )
         return found
 
     def own(self, name: str, create: Callable[[], Policy]) -> Answer:
         """Open a side of this process."""
         engine, policy = self.engine, create()
-        ends = engine.require_template().extra_end_tokens if engine.has_template else frozenset()
+        ends = self.more_ends()
 
         def is_end(token: int) -> bool:
             return token in ends or engine.backend.is_end(token)
 
         return own_side(engine, name, policy, self.options.sampling, is_end, lambda: engine.costs)
+
+    def peer(self, source: Source) -> Answer:
+        """Open the worker process of another build. Raises UsageError, LibraryError."""
+        peer = self.resources.enter_context(Peer.beside(self.engine, source))
+        peer.ends += sorted(self.more_ends() - set(peer.ends))
+        self.notes.append(f"{source.name}: {peer.package}")
+        return peer_side(peer)
+
+    def more_ends(self) -> frozenset[int]:
+        """Tokens that end an answer in the chat format alone."""
+        if not self.engine.has_template:
+            return frozenset()
+        return self.engine.require_template().extra_end_tokens
 
     def policy(self, name: str) -> Policy:
         """Raises PlanError, ModelError, UsageError."""
@@ -290,6 +302,7 @@ class _Comparison:
         visit = f"{self.session_id}-{self.n_visits}"
         prompt_ms = prefill(self.engine, prompt.tokens)
         self.warm_up(prompt, turn, sides)
+        peers = {source.name for source in self.options.peers}
         plain: Run | None = None
         waiting: list[Run] = []
         for place, name in enumerate(turn):
@@ -305,7 +318,7 @@ class _Comparison:
             result.visit, result.place = visit, place
             result.setup_seconds = round(sides[name].setup_seconds, 3)
             result.warmup_seconds = round(sides[name].warmup_seconds, 3)
-            if name != UNPATCHED:
+            if name not in peers:
                 result.prompt_ms = prompt_ms
             waiting.append(result)
             plain = result if name == PLAIN else plain

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...decode.policy import Policy
-from ...errors import LibraryError, UsageError
 from ...latency.costs import Costs
 from ...records import Draft, RoundTimes, Sampling, Stats
-from .options import UNPATCHED
+from ..peers import Peer
 from .rows import Run
 
 if TYPE_CHECKING:
@@ -135,79 +129,22 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _Peer:
-    """The worker process of another build (native/peer.py)."""
+def peer_side(peer: Peer) -> Answer:
+    """A side that the worker process of another build computes, prompt included."""
 
-    def __init__(self, engine: Engine, library: Path) -> None:
-        self.engine = engine
-        self.library = library
-
-    def __enter__(self) -> _Peer:
-        from ...native import context as native
-
-        if not any(self.library.glob("*llama.*")):
-            raise UsageError(f"--unpatched {self.library}: there is no libllama in this folder")
-        settings = self.engine.backend.settings  # type: ignore[attr-defined]
-        script = Path(native.__file__).with_name("peer.py")
-        self.process = subprocess.Popen(
-            [sys.executable, os.fspath(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "LLAMA_CPP_LIB_PATH": os.fspath(self.library.resolve())},
-            # Ctrl-C is for this process, which then ends the worker
-            start_new_session=True,
-        )
-        self.ask(
-            model=os.fspath(self.engine.backend.model.path),  # type: ignore[attr-defined]
-            gpu_layers=settings["gpu_layers"],
-            ctx_tokens=settings["ctx_tokens"],
-            slice_tokens=settings["slice_tokens"],
-            max_rows=settings["max_rows"],
-            threads=settings["threads"],
-            threads_batch=settings["threads_batch"],
-            kv_type=native.KV_TYPES[settings["kv_type"]],
-            flash_attn=native.FLASH_ATTN[settings["flash_attn"]],
-        )
-        vocabulary = self.engine.vocabulary
-        self.ends = [t for t in range(vocabulary.n_vocab) if self.engine.backend.is_end(t)]
-        return self
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        reply: dict[str, Any] = json.loads(line) if line else {"error": "it ended unexpectedly"}
-        if "error" in reply:
-            raise LibraryError(f"the llama.cpp in {self.library} failed: {reply['error']}")
-        return reply
-
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        reply = self.ask(prompt=list(prompt), max_tokens=max_tokens, ends=self.ends)
-        tokens, ms = reply["tokens"], reply["predicted_ms"]
+    def answer(prompt: Sequence[int], max_tokens: int) -> Run:
+        found = peer.answer(prompt, max_tokens)
+        n, ms = len(found.tokens), found.predicted_ms
         return blank_run(
-            UNPATCHED,
+            peer.source.name,
             speculated=False,
             prompt_tokens=len(prompt),
-            completion_tokens=len(tokens),
-            prompt_ms=reply["prompt_ms"],
-            start_ms=reply["prompt_ms"],
+            completion_tokens=n,
+            prompt_ms=found.prompt_ms,
+            start_ms=found.prompt_ms,
             predicted_ms=ms,
-            per_second=1000.0 * (len(tokens) - 1) / ms if ms else 0.0,
-            tokens=tokens,
+            per_second=1000.0 * (n - 1) / ms if ms else 0.0,
+            tokens=found.tokens,
         )
 
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                # what was not sent yet no longer matters
-                with suppress(BrokenPipeError):
-                    stream.close()
+    return answer
