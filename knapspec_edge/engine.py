@@ -713,7 +713,7 @@ class Engine(Closing):
             model_key=self._model_key(),
             store=self._store(),
             vocabulary=self.vocabulary,
-            draft_model=None if self._draft_model is None else expanded(self._draft_model),
+            draft_model=self._draft_model,
             progress=None if progress is None else lambda share: progress("search", share),
             clock=self._clock,
         )
