@@ -665,6 +665,7 @@ class Engine(Closing):
         self, spec: str | os.PathLike[str], progress: Progress | None = None
     ) -> Speculation:
         _check_spec(spec)
+        _check_policy(self.policy_name, self._draft_model, spec)
         chosen = self._choose(spec, progress)
         self._keep_learned()
         before, self._policy = self._policy, self._policy_for(spec, chosen, progress)

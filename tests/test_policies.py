@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import naive
 import pytest
+from click.testing import CliRunner
+from fake_vocabulary import FakeVocabulary
 from fakes import FakeBackend, ToyModel, interrupted
+from scripted import CHATML, ScriptedModel
 from stats_identity import check_stats
 from test_online import CALIBRATION, GOOD, PROMPT, Bench, TurningModel
 
 from knapspec_edge import policies
+from knapspec_edge.apps.summary import answer_json
+from knapspec_edge.cli import cli
 from knapspec_edge.config import DEFAULTS
 from knapspec_edge.decode.policy import FixedPolicy, Guess, Policy, Proposer
 from knapspec_edge.decode.session import Session
+from knapspec_edge.engine import Engine
 from knapspec_edge.errors import (
     ContextError,
     Interrupted,
@@ -345,3 +352,131 @@ def test_an_interrupted_policy_leaves_a_session_in_order(place: str) -> None:
     assert session.ids == backend.tokens == tuple(PROMPT[: len(session.ids)])
     backend.check_ledger()
     assert [e.token for e in session.generate(PROMPT, max_tokens=9)] == plain(9, model)
+
+
+# ---------------------------------------------------------------------------------------------
+# In an engine
+
+
+def engine(policy: str, *, harm: float = 0.05, **options: Any) -> Engine:
+    vocabulary = FakeVocabulary(chat_template=CHATML)
+    model = ScriptedModel(vocabulary=vocabulary, reply=lambda _: REPLY, default_harm=harm)
+    fake = FakeBackend(model, n_layer=4, n_ctx=1024)
+    return Engine(vocabulary, fake, policy=policy, clock=fake.clock, **options)  # type: ignore[arg-type]
+
+
+REPLY = "One hare, two hares, three hares. One hare, two hares, four hares; that is all."
+QUESTION = [{"role": "user", "content": "Count hares, please."}]
+
+
+@pytest.mark.parametrize("name", ["layerskip", "kangaroo", "del", "asd", "clasp", "lookup"])
+def test_an_engine_answers_by_any_policy(name: str) -> None:
+    with engine(name) as opened:
+        speculation = opened.set_speculation("auto")
+        assert (speculation.state, speculation.policy) == ("on", name)
+        assert speculation.reason == f"--policy {name}: always on"
+        for spec in ("auto", "on"):
+            opened.set_speculation(spec)
+            answer = opened.chat(QUESTION)
+            list(answer)
+            assert answer.text == REPLY
+            assert answer.stats.draft_n > answer.stats.draft_n_accepted > 0
+            assert answer.speculation.policy == name
+            shown = answer_json(answer, opened.backend.sublayers)["speculation"]
+            assert (shown["state"], shown["policy"]) == ("on", name)
+            assert (shown["plan"] is None) == (name == "lookup")
+        opened.set_speculation("off")
+        answer = opened.chat(QUESTION)
+        list(answer)
+        assert (answer.text, answer.stats.draft_n) == (REPLY, 0)
+
+
+def test_a_policy_that_needs_costs_measures_them_once() -> None:
+    with engine("random") as opened:
+        assert opened.set_speculation("auto").policy == "random"
+        computed = opened.backend.n_computed  # type: ignore[attr-defined]
+        opened.set_speculation("auto")
+        assert opened.backend.n_computed == computed  # type: ignore[attr-defined]
+        answer = opened.chat(QUESTION)
+        list(answer)
+        assert answer.text == REPLY
+        assert answer.stats.draft_n > 0
+        assert answer.speculation.baseline_per_second is not None
+
+
+def test_plain_as_a_policy_drafts_nothing() -> None:
+    with engine("plain") as opened:
+        assert opened.set_speculation("auto").state == "off"
+        with pytest.raises(UsageError, match="plain never drafts"):
+            opened.set_speculation("on")
+        answer = opened.chat(QUESTION)
+        list(answer)
+        assert (answer.text, answer.stats.draft_n) == (REPLY, 0)
+
+
+def test_an_engine_gives_any_policy_for_a_comparison() -> None:
+    with engine("knapspec") as opened:
+        for name in ("plain", "clasp", "lookup", "random", "knapspec"):
+            policy = opened.create_policy(name, forced=True)
+            tokens = opened.require_template().apply(QUESTION).tokens
+            generation = opened.session.generate(tokens, policy=policy)
+            text = b"".join(opened.vocabulary.token_bytes(e.token) for e in generation)
+            assert text.decode().startswith(REPLY)
+            assert (generation.stats.draft_n > 0) == (name != "plain")
+        with pytest.raises(UsageError, match="--policy draft-model needs --draft-model"):
+            opened.create_policy("draft-model")
+        with pytest.raises(UsageError, match="--policy x is unknown"):
+            opened.create_policy("x")
+
+
+def test_what_a_policy_holds_open_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Holding(Proposing):
+        def propose(self, emitted: Sequence[int], most: int) -> list[Guess]:
+            return []
+
+        def close(self) -> None:
+            closed.append("closed")
+
+    monkeypatch.setattr(policies, "create", lambda name, setting: Holding())
+    opened = engine("lookup")
+    opened.set_speculation("auto")
+    assert not closed
+    opened.set_speculation("auto")
+    assert len(closed) == 1
+    opened.set_speculation("off")
+    assert len(closed) == 2
+    opened.set_speculation("auto")
+    opened.close()
+    assert len(closed) == 3
+
+
+def test_an_engine_refuses_what_cannot_be_honoured() -> None:
+    opened = engine("clasp")
+    opened.backend.branch_refusal = "no cells beside the text"  # type: ignore[misc]
+    with opened:
+        for spec in ("auto", "on"):
+            with pytest.raises(PlanError, match="--policy clasp cannot be honoured: no cells"):
+                opened.set_speculation(spec)
+        assert opened.speculation.state == "off"  # what held before still holds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "draft-model"], "--policy draft-model needs --draft-model"),
+        (["--policy", "plain", "--spec", "on"], "plain never drafts"),
+        (["--policy", "nonsense"], "'nonsense' is not one of"),
+        (["--draft-model", "x.gguf"], "--draft-model goes with --policy draft-model"),
+    ],
+)
+def test_the_command_line_says_what_does_not_go_together(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    result = CliRunner().invoke(cli, ["run", str(model), "Hi", *arguments])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output

@@ -39,9 +39,10 @@ def create(setting: Setting) -> Policy:
         raise UsageError("--policy draft-model needs --draft-model MODEL, a small one")
     info = gguf_check.inspect(models.resolve(setting.draft_model))
     target = dict(getattr(setting.backend, "settings", {}))
+    gpu_layers = int(target.get("gpu_layers", -1))  # -1: the library decided
     with ExitStack() as resources:
         model = resources.enter_context(
-            native.open_model(info.path, gpu_layers=target.get("gpu_layers"))
+            native.open_model(info.path, gpu_layers=gpu_layers if gpu_layers >= 0 else None)
         )
         name = info.name or info.path.stem
         if model.is_recurrent:

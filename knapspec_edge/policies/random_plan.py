@@ -1,9 +1,9 @@
 """A random plan of equal cost: the control. What beats plain decoding only by drafting less is
 found out by it.
 
-Sublayers between the first and the last layer are drawn by chance and left out until they save what
-the planner's best plan saves (a fixed share of a step where there is none), as nearly as that goes.
-Length and stop threshold are those of that plan.
+Sublayers between the first and the last layer, and what the planner's best plan leaves out besides,
+are drawn by chance and left out until they save what that plan saves (a fixed share of a step where
+there is none), as nearly as that goes. Length and stop threshold are those of that plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def create(setting: Setting) -> Policy:
         )
     else:
         target_ms = sum(savings_ms[i] for i in best.plan.skipped)
-    skipped = drawn(savings_ms, sorted(movable_indices(sublayers)), target_ms, setting.seed)
+    movable = sorted(movable_indices(sublayers) | set(best.plan.skipped))
+    skipped = drawn(savings_ms, movable, target_ms, setting.seed)
     plan = Plan.skipping(len(sublayers), skipped)
     return FixedPolicy(Draft(plan, best.max_tokens, best.min_probability))
 
