@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .errors import KnapspecError
+from .errors import KnapspecError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,7 +82,12 @@ def open_file(
 
 
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """What of a command's options Engine.open takes."""
+    """What of a command's options Engine.open takes. Raises UsageError."""
+    if options.get("draft_model") is not None and options.get("policy") not in (
+        None,
+        "draft-model",
+    ):
+        raise UsageError("--draft-model goes with --policy draft-model")
     names = (
         "ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "policy", "draft_model",
         "exact", "template",

@@ -666,6 +666,7 @@ class Engine(Closing):
         self, spec: str | os.PathLike[str], progress: Progress | None = None
     ) -> Speculation:
         _check_spec(spec)
+        _check_policy(self.policy_name, self._draft_model, spec)
         chosen = self._choose(spec, progress)
         self._keep_learned()
         before, self._policy = self._policy, self._policy_for(spec, chosen, progress)
@@ -720,7 +721,7 @@ class Engine(Closing):
             model_key=self._model_key(),
             store=self._store(),
             vocabulary=self.vocabulary,
-            draft_model=None if self._draft_model is None else expanded(self._draft_model),
+            draft_model=self._draft_model,
             progress=None if progress is None else lambda share: progress("search", share),
             clock=self._clock,
         )

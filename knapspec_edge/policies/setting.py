@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backend import Backend
@@ -39,6 +39,6 @@ class Setting:
     store: Store = field(default_factory=lambda: Store(enabled=False))
     model_key: Mapping[str, Any] = field(default_factory=dict)  # what found things are kept under
     vocabulary: Vocabulary | None = None  # the target's
-    draft_model: Path | None = None  # GGUF file
+    draft_model: str | os.PathLike[str] | None = None  # a name or a GGUF file
     progress: Callable[[float], None] | None = None  # share done of what takes long
     clock: Clock = time.perf_counter
