@@ -701,16 +701,18 @@ class Engine(Closing):
         `session.generate`. Measures first what it needs, where that is not kept; the conversation's
         keys are forgotten. `forced`: the planner never turns to plain decoding.
 
-        Whoever asked calls its `close`, where it has one. Raises PlanError where it is not
+        What it learns is its own: several beside each other do not disturb each other. Whoever
+        asked calls its `close`, where it has one. Raises PlanError where it is not
         possible, and what policies.create raises; UsageError, Interrupted, BusyError, ClosedError.
         """
         arguments.callable_or_none("progress", progress)
         _check_policy(name, self._draft_model)
-        return self._create_policy(name, progress, forced=forced)
+        return self._create_policy(name, progress, forced=forced, apart=True)
 
     def _create_policy(
-        self, name: str, progress: Progress | None, *, forced: bool = False
+        self, name: str, progress: Progress | None, *, forced: bool = False, apart: bool = False
     ) -> Policy:
+        """`apart`: what it learns about plans is its own, and not kept."""
         from .policies.setting import Setting
 
         needs = policies.describe(name).needs
@@ -732,11 +734,19 @@ class Engine(Closing):
             if self._book is None:
                 reason = decision.reason.removeprefix("off: ")
                 raise PlanError(f"--policy {name} cannot be honoured: {reason}")
+            book, drift = self._book, self._drift
+            if apart:
+                from .latency.drift import DriftTracker
+                from .search import planner
+
+                drift = DriftTracker(book.costs, self.config)
+                store, key = self._store(), self._book_key()
+                book = planner.open_book(self.backend, decision, store, key, self.config)
             setting = replace(
                 setting,
-                costs=self._book.costs,
-                book=self._book,
-                drift=self._drift,
+                costs=book.costs,
+                book=book,
+                drift=drift,
                 best=decision.draft,
             )
         if "calibration" in needs:

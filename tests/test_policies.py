@@ -429,6 +429,22 @@ def test_an_engine_gives_any_policy_for_a_comparison() -> None:
             opened.create_policy("x")
 
 
+def test_policies_of_a_comparison_learn_apart() -> None:
+    with engine("knapspec") as opened:
+        opened.set_speculation("on")
+        assert opened.costs is not None
+        kept = opened._book
+        one, other = (opened.create_policy("knapspec", forced=True) for _ in range(2))
+        books = [one._book, other._book, kept]  # type: ignore[attr-defined]
+        assert len({id(book) for book in books}) == 3
+        tokens = opened.require_template().apply(QUESTION).tokens
+        list(opened.session.generate(tokens, policy=one))
+        one.settle()  # type: ignore[attr-defined]
+        assert books[0].changed
+        assert not books[1].changed
+        assert not books[2].changed
+
+
 def test_what_a_policy_holds_open_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
