@@ -59,7 +59,7 @@ from _rounds import (  # noqa: E402
 from knapspec_edge.config import DEFAULTS  # noqa: E402
 from knapspec_edge.decode.policy import FixedPolicy, Policy  # noqa: E402
 from knapspec_edge.decode.session import Session  # noqa: E402
-from knapspec_edge.errors import ContextError, PlanError, UsageError  # noqa: E402
+from knapspec_edge.errors import ContextError, Interrupted, PlanError, UsageError  # noqa: E402
 from knapspec_edge.latency.fidelity import Fidelity  # noqa: E402
 from knapspec_edge.policies.knapspec_paper import PaperPolicy, best_pair  # noqa: E402
 from knapspec_edge.records import GREEDY, Draft, Kind, Plan, Sampling, Stats  # noqa: E402
@@ -757,7 +757,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
         help=f"of {', '.join(PARTS)}")  # fmt: skip
     add("--contexts", default=",".join(map(str, CONTEXTS)), metavar="N,N,...", help="in tokens")
-    add("--budget", type=float, default=900.0, metavar="SECONDS", help="in all, roughly")
+    add(
+        "--budget",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="in all; no variant gets less than one visit, so a short one is exceeded",
+    )
     add("--profile-budget", type=float, default=30.0, metavar="SECONDS",
         help="of the latency profile, where none is stored")  # fmt: skip
     add("--fresh", action="store_true", help="measure the latency profile anew")
@@ -766,9 +772,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(options: argparse.Namespace, terminal: Terminal) -> tuple[Found, dict[str, Any]]:
+def part_table(name: str, found: Found) -> list[str]:
+    """What a part has shown, in its own form."""
+    if name == "correlation":
+        shown = found.forced
+        return check_search.correlation_table(check_search.correlations(shown)) if shown else []
+    if name == "kinds":
+        return check_search.share_table(found.shares) if found.shares else []
+    own = [r for r in found.rows if r.part == name]
+    return rows_table(own) if own else []
+
+
+def measure(options: argparse.Namespace, terminal: Terminal, found: Found) -> dict[str, Any]:
+    """Run the parts, each of which is printed when it is done. What they show goes to `found`."""
     contexts = check_search.parse_contexts(options.contexts)
-    found = Found()
     rng = random.Random(options.seed)
     # room for the longest answer behind the longest prompt
     longest = contexts[-1] + LONG_ANSWER_TOKENS
@@ -786,8 +803,25 @@ def measure(options: argparse.Namespace, terminal: Terminal) -> tuple[Found, dic
                     body(Asked(place, part, show, rng, found))
                 except (PlanError, ContextError) as error:
                     found.notes.append(f"{name} at {context:,} tokens: {error}")
-        terminal.clear_progress()
-        return found, opened.data
+            terminal.clear_progress()
+            terminal.text("\n".join(["", *part_table(name, found)]) + "\n")
+        return opened.data
+
+
+def _conclude(terminal: Terminal, found: Found, data: Mapping[str, Any]) -> None:
+    judged = verdicts(found)
+    lines = ["", *verdict_table(judged), "", *(f"* {note}" for note in found.notes)]
+    terminal.text("\n".join(lines) + "\n")
+    record = {
+        "command": "ablations",
+        **data,
+        "rows": [asdict(r) for r in found.rows],
+        "forced": [asdict(f) for f in found.forced],
+        "shares": [asdict(s) for s in found.shares],
+        "verdicts": [asdict(v) for v in judged],
+        "notes": found.notes,
+    }
+    terminal.text(f"\n{measuring.json_line(record)}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -799,25 +833,15 @@ def main(arguments: list[str] | None = None) -> int:
             if not 0.0 < getattr(options, name) < math.inf:
                 raise UsageError(f"--{name.replace('_', '-')} must be a number of seconds above 0")
         check_search.parse_contexts(options.contexts)  # before the model is loaded
-        found, data = measure(options, terminal)
-        judged = verdicts(found)
-        lines = ["", *rows_table(found.rows)]
-        if found.forced:
-            lines += ["", *check_search.correlation_table(check_search.correlations(found.forced))]
-        if found.shares:
-            lines += ["", *check_search.share_table(found.shares)]
-        lines += ["", *verdict_table(judged), "", *(f"* {note}" for note in found.notes)]
-        terminal.text("\n".join(lines) + "\n")
-        record = {
-            "command": "ablations",
-            **data,
-            "rows": [asdict(r) for r in found.rows],
-            "forced": [asdict(f) for f in found.forced],
-            "shares": [asdict(s) for s in found.shares],
-            "verdicts": [asdict(v) for v in judged],
-            "notes": found.notes,
-        }
-        terminal.text(f"\n{measuring.json_line(record)}\n")
+        found = Found()
+        data: dict[str, Any] = {}
+        try:
+            data = measure(options, terminal, found)
+        except (KeyboardInterrupt, Interrupted):
+            found.notes.append("interrupted: this is what was measured until then")
+            _conclude(terminal, found, data)
+            raise
+        _conclude(terminal, found, data)
 
     return measuring.run_guarded(body)
 

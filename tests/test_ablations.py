@@ -268,10 +268,32 @@ def test_wrong_options_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) 
 def test_records_are_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = found(row("layers", "sublayers", (1.0,)), forced=[forced(1.0, 0.5, 1.0)])
-    monkeypatch.setattr(ablations, "measure", lambda options, terminal: (result, {"model": "m"}))
-    assert ablations.main(["model.gguf"]) == 0
-    data = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert data["command"] == "ablations"
-    assert data["rows"][0]["alpha"] is None
-    assert len(data["verdicts"]) == 13
+    shown = (row("layers", "sublayers", (1.0,)), forced(1.0, 0.5, 1.0))
+
+    def measure(options: Any, terminal: Any, into: Any) -> dict[str, Any]:
+        into.rows.append(shown[0])
+        into.forced.append(shown[1])
+        if options.budget == 1.0:
+            raise KeyboardInterrupt
+        return {"model": "m"}
+
+    monkeypatch.setattr(ablations, "measure", measure)
+    # what was measured is not lost when it is interrupted
+    for budget, code in (("900", 0), ("1", 130)):
+        assert ablations.main(["model.gguf", "--budget", budget]) == code
+        data = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert data["command"] == "ablations"
+        assert data["rows"][0]["alpha"] is None
+        assert len(data["verdicts"]) == 13
+        assert bool(data["notes"]) == (code == 130)
+
+
+def test_every_part_has_a_table() -> None:
+    shown = found(
+        *(row(part, "a", (1.0,)) for part in ablations.PARTS),
+        forced=[forced(1.0, 0.5, 1.0)],
+        shares=[share(256, 0.1, 0.2)],
+    )
+    for part in ablations.PARTS:
+        assert len(ablations.part_table(part, shown)) == 3
+        assert ablations.part_table(part, found()) == []
