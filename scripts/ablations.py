@@ -1,7 +1,7 @@
 """What single parts of the published method are worth here, beside what its paper says of them.
 
     python scripts/ablations.py model.gguf
-    python scripts/ablations.py model.gguf --contexts 256,2048,6144 --budget 1800
+    python scripts/ablations.py model.gguf --contexts 256,2048 --budget 600
     python scripts/ablations.py model.gguf --only objectives correlation
 
 * layers: the best plan over single sublayers against the best over whole layers.
@@ -18,8 +18,8 @@
 Plans are made, judged and timed on answers to different prompts; every timing alternates with
 plain decoding. Prints tables, then each statement of the paper with what was found, a verdict and
 the rule by which it was given, and as the last line one line of JSON. A verdict is about this model
-on this machine, and a timing is never a pass or a fail. Run it with the project's Python, on a
-machine that does nothing else.
+on this machine and takes at least five visits; a timing is never a pass or a fail. Run it with the
+project's Python, on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ FIDELITY_SHARE, JUDGED_SHARE = 0.3, 0.5  # of a part's time
 
 # How far measured ratios may be apart and count as equal.
 SLACK = 0.02
+# Visits (or pairs of them) below which a measured ratio decides about nothing.
+LEAST_VISITS = 5
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,10 +257,14 @@ def objectives(asked: Asked) -> None:
     judged = place.judge(plans, asked.left(started, JUDGED_SHARE), asked.show)
     chosen = by_objective(place, judged)
     threshold = place.config.draft_min_probability
-    drafts = [Draft(j.plan, gamma, threshold) for j, gamma in chosen.values()]
-    timed = place.time(drafts, asked.left(started), asked.show)
-    for (name, (judgement, _)), t in zip(chosen.items(), timed, strict=True):
-        asked.found.rows.append(timed_row("objectives", place, name, judgement, t))
+    drafts = {name: Draft(j.plan, gamma, threshold) for name, (j, gamma) in chosen.items()}
+    # those that agree are timed as one
+    different = list(dict.fromkeys(drafts.values()))
+    timed = place.time(different, asked.left(started), asked.show)
+    by_draft = dict(zip(different, timed, strict=True))
+    for name, (judgement, _) in chosen.items():
+        row = timed_row("objectives", place, name, judgement, by_draft[drafts[name]])
+        asked.found.rows.append(row)
 
 
 def _searched(asked: Asked, part: str, variants: Mapping[str, hidden_state.Settings]) -> None:
@@ -489,6 +495,10 @@ def paired(a: Mapping[int, Row], b: Mapping[int, Row]) -> list[float]:
     ]
 
 
+def _too_few(n: int) -> str:
+    return f"{n} visits; it takes {LEAST_VISITS}" if n else "–"
+
+
 def _spread(values: Sequence[float]) -> str:
     low, median, high = quartiles(values)
     return f"{median:+.3f} ({low:+.3f} to {high:+.3f})"
@@ -500,10 +510,11 @@ def decoupling(found: Found) -> list[Verdict]:
     much = "It adds 0.1 to 0.2 to the speed-up on average"
     rule = "lower quartile of the paired differences of speed-ups above 0"
     rule_much = "their median at least 0.1"
-    if not differences:
+    if len(differences) < LEAST_VISITS:
+        said = _too_few(len(differences))
         return [
-            Verdict(faster, "–", NOT_TESTABLE, rule),
-            Verdict(much, "–", NOT_TESTABLE, rule_much),
+            Verdict(faster, said, NOT_TESTABLE, rule),
+            Verdict(much, said, NOT_TESTABLE, rule_much),
         ]
     low, median, _ = quartiles(differences)
     said = f"difference {_spread(differences)} in {len(differences)} pairs"
@@ -517,8 +528,9 @@ def best_objective(found: Found) -> Verdict:
     statement = "TPT is the better objective than acceptance or tokens per layer"
     rule = f"at no context is another's median speed-up above that of TPT by more than {SLACK}"
     own = found.of("objectives", TPT)
-    if not own:
-        return Verdict(statement, "–", NOT_TESTABLE, rule)
+    visits = min((len(r.ratios) for r in own.values()), default=0)
+    if visits < LEAST_VISITS:
+        return Verdict(statement, _too_few(visits), NOT_TESTABLE, rule)
     losses = []
     words = []
     for name in (PAPER_TPT, PER_LAYER, ACCEPTANCE):
@@ -545,10 +557,10 @@ def pruning(found: Found) -> Verdict:
     pairs = [p for p in pairs if not any(math.isnan(r.predicted_ratio) for r in p)]
     if not pairs:
         return Verdict(statement, "–", NOT_TESTABLE, rule)
-    times = [a.search_ms / b.search_ms for a, b in pairs]
+    times = [a.search_tokens / b.search_tokens for a, b in pairs]
     losses = [b.predicted_ratio - a.predicted_ratio for a, b in pairs]
     good = max(times) <= 0.95 and max(losses) <= SLACK
-    said = f"time × {min(times):.2f} to {max(times):.2f}"
+    said = f"work × {min(times):.2f} to {max(times):.2f}"
     said += f", loss {min(losses):+.3f} to {max(losses):+.3f}"
     return Verdict(statement, said, CONFIRMED if good else NOT_CONFIRMED, rule)
 
@@ -583,8 +595,8 @@ def seldom(found: Found) -> Verdict:
     rule = "lower quartile of the paired differences of speed-ups above 0"
     a, b = (found.of("interval", interval_name(rounds)) for rounds in (256, 64))
     differences = paired(a, b)
-    if not differences:
-        return Verdict(statement, "–", NOT_TESTABLE, rule)
+    if len(differences) < LEAST_VISITS:
+        return Verdict(statement, _too_few(len(differences)), NOT_TESTABLE, rule)
     verdict = CONFIRMED if quartiles(differences)[0] > 0.0 else NOT_CONFIRMED
     return Verdict(statement, f"difference {_spread(differences)}", verdict, rule)
 
@@ -595,6 +607,9 @@ def under_sampling(found: Found) -> Verdict:
     greedy, warm = found.of("sampling", GREEDILY), found.of("sampling", SAMPLED)
     pairs = [(greedy[c].ratio, warm[c].ratio) for c in greedy if c in warm]
     said = ", ".join(f"{a:.2f}× and {b:.2f}×" for a, b in pairs) or "–"
+    visits = min((len(r.ratios) for r in [*greedy.values(), *warm.values()]), default=0)
+    if visits < LEAST_VISITS:
+        return Verdict(statement, _too_few(visits), NOT_TESTABLE, rule)
     gains = [(a, b) for a, b in pairs if a > 1.0]
     if not gains:
         return Verdict(statement, f"greedy and warm {said}: no gain to keep", NOT_TESTABLE, rule)
@@ -681,8 +696,9 @@ def faster(found: Found) -> Verdict:
     statement = "The published method is faster than plain decoding (1.06 and more)"
     rule = "lower quartile of its speed-up above 1 at all contexts, searches included"
     rows = found.of("interval", interval_name(PAPER_INTERVAL)).values()
-    if not rows:
-        return Verdict(statement, "–", NOT_TESTABLE, rule)
+    visits = min((len(r.ratios) for r in rows), default=0)
+    if visits < LEAST_VISITS:
+        return Verdict(statement, _too_few(visits), NOT_TESTABLE, rule)
     said = ", ".join(f"{r.context_tokens:,}: {r.ratio:.2f}×" for r in rows)
     good = all(quartiles(r.ratios)[0] > 1.0 for r in rows)
     return Verdict(statement, said, CONFIRMED if good else NOT_CONFIRMED, rule)

@@ -36,18 +36,21 @@ def found(*rows: Any, **more: Any) -> Any:
 
 
 def test_whole_layers_against_sublayers() -> None:
-    """Differences 0.15, 0.25, 0.05: quartiles 0.10, 0.15, 0.20."""
+    """Differences 0.15, 0.25, 0.05, 0.10, 0.20: quartiles 0.10, 0.15, 0.20."""
     rows = (
-        row("layers", "sublayers", (1.25, 1.35, 1.10)),
-        row("layers", "whole layers", (1.10, 1.10, 1.05)),
+        row("layers", "sublayers", (1.25, 1.35, 1.10, 1.20, 1.30)),
+        row("layers", "whole layers", (1.10, 1.10, 1.05, 1.10, 1.10)),
     )
     faster, much = ablations.decoupling(found(*rows))
     assert (faster.verdict, much.verdict) == (CONFIRMED, CONFIRMED)
-    assert "+0.150 (+0.100 to +0.200) in 3 pairs" in faster.found
-    little = (replace(rows[0], ratios=(1.12, 1.13, 1.06)), rows[1])
+    assert "+0.150 (+0.100 to +0.200) in 5 pairs" in faster.found
+    little = (replace(rows[0], ratios=(1.12, 1.13, 1.06, 1.12, 1.12)), rows[1])
     assert [v.verdict for v in ablations.decoupling(found(*little))] == [CONFIRMED, NOT_CONFIRMED]
-    worse = (replace(rows[0], ratios=(1.0, 1.13, 1.06)), rows[1])
+    worse = (replace(rows[0], ratios=(1.0, 1.13, 1.06, 1.0, 1.0)), rows[1])
     assert [v.verdict for v in ablations.decoupling(found(*worse))] == [NOT_CONFIRMED] * 2
+    few = (replace(rows[0], ratios=(1.5,) * 4), rows[1])
+    judged = ablations.decoupling(found(*few))
+    assert [(v.verdict, v.found) for v in judged] == [(NOT_TESTABLE, "4 visits; it takes 5")] * 2
     elsewhere = (rows[0], replace(rows[1], context_tokens=512))
     assert [v.verdict for v in ablations.decoupling(found(*elsewhere))] == [NOT_TESTABLE] * 2
 
@@ -56,10 +59,10 @@ def test_the_objectives() -> None:
     def case(acceptance: float) -> Any:
         return ablations.best_objective(
             found(
-                row("objectives", ablations.TPT, (1.0,)),
-                row("objectives", ablations.PAPER_TPT, (1.5,)),  # of the same kind
-                row("objectives", ablations.PER_LAYER, (0.9,)),
-                row("objectives", ablations.ACCEPTANCE, (acceptance,)),
+                row("objectives", ablations.TPT, (1.0,) * 5),
+                row("objectives", ablations.PAPER_TPT, (1.5,) * 5),  # of the same kind
+                row("objectives", ablations.PER_LAYER, (0.9,) * 5),
+                row("objectives", ablations.ACCEPTANCE, (acceptance,) * 5),
             )
         ).verdict
 
@@ -72,8 +75,8 @@ def test_pruning() -> None:
     def case(ms: float, ratio: float) -> Any:
         return ablations.pruning(
             found(
-                row("threshold", "none", search_ms=100.0, predicted_ratio=0.9),
-                row("threshold", "τ = 0.5", search_ms=ms, predicted_ratio=ratio),
+                row("threshold", "none", search_tokens=100.0, predicted_ratio=0.9),
+                row("threshold", "τ = 0.5", search_tokens=ms, predicted_ratio=ratio),
             )
         ).verdict
 
@@ -98,14 +101,14 @@ def test_the_window() -> None:
 
 def test_intervals() -> None:
     rows = (
-        row("interval", "every 64 rounds", (0.9, 0.8), plan_share=0.04),
-        row("interval", "every 256 rounds", (1.0, 0.95), plan_share=0.01),
+        row("interval", "every 64 rounds", (0.9, 0.8, 0.9, 0.8, 0.85), plan_share=0.04),
+        row("interval", "every 256 rounds", (1.0, 0.95, 1.0, 0.95, 0.95), plan_share=0.01),
     )
     assert ablations.overhead(found(*rows)).verdict == CONFIRMED
     assert ablations.seldom(found(*rows)).verdict == CONFIRMED
     assert ablations.faster(found(*rows)).verdict == NOT_CONFIRMED
     assert "256: 0.85×" in ablations.faster(found(*rows)).found
-    dear = replace(rows[0], plan_share=0.2, ratios=(1.1, 1.2))
+    dear = replace(rows[0], plan_share=0.2, ratios=(1.1, 1.2, 1.1, 1.2, 1.2))
     assert ablations.overhead(found(dear, rows[1])).verdict == NOT_CONFIRMED
     assert ablations.seldom(found(dear, rows[1])).verdict == NOT_CONFIRMED
     assert ablations.faster(found(dear)).verdict == CONFIRMED
@@ -115,7 +118,10 @@ def test_intervals() -> None:
 
 def test_sampling_keeps_a_gain_only_where_there_is_one() -> None:
     def case(greedy: float, warm: float) -> Any:
-        rows = (row("sampling", "greedy", (greedy,)), row("sampling", "temperature 0.7", (warm,)))
+        rows = (
+            row("sampling", "greedy", (greedy,) * 5),
+            row("sampling", "temperature 0.7", (warm,) * 5),
+        )
         return ablations.under_sampling(found(*rows)).verdict
 
     assert [case(1.2, 1.15), case(1.2, 1.05), case(1.05, 0.99), case(0.8, 0.8)] == [
