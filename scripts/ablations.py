@@ -776,7 +776,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--budget",
         type=float,
-        default=900.0,
+        default=1800.0,
         metavar="SECONDS",
         help="in all; no variant gets less than one visit, so a short one is exceeded",
     )
