@@ -161,6 +161,18 @@ def test_every_policy_is_described() -> None:
         policies.create("nothing", setting_of(Bench()))
 
 
+def test_the_page_says_of_each_what_its_description_says() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert tuple(name for name in rows if name in policies.NAMES) == policies.NAMES
+    for name in policies.NAMES:
+        found = policies.describe(name)
+        training = "" if found.training == "none" else found.training
+        for words in (found.title, found.rule, found.differs, training):
+            assert words in rows[name], (name, words)
+        assert found.search == "none" or found.search in rows[name]
+
+
 @pytest.mark.parametrize("name", [n for n in policies.NAMES if n != "plain"])
 def test_a_model_that_cannot_speculate_is_refused(name: str) -> None:
     backend = FakeBackend(refusal="it keeps a recurrent state")
