@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,60 @@ def test_the_worker_is_gone_afterwards(python: Callable[[str], Path], model: Pat
         process = peer.process
         assert process.poll() is None
     assert process.poll() is not None
+
+
+# ---------------------------------------------------------------------------------------------
+# As sides of a comparison
+
+
+class ScriptedPeer:
+    """Answers as plain decoding does, but for the last token where its name says so."""
+
+    def __init__(self, source: peers.Source) -> None:
+        self.source = source
+        self.package = "bindings 1.0, Python 3.9"
+
+    def __enter__(self) -> ScriptedPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def answer(self, prompt: list[int], max_tokens: int) -> Answer:
+        from scripted import scripted_engine
+
+        session = scripted_engine().session
+        events = session.generate(prompt, max_tokens=max_tokens, reuse=False)
+        tokens = [event.token for event in events]
+        if self.source.name == "wrong":
+            tokens[-1] += 1
+        return Answer(tokens, 1.0, 10.0 * len(tokens))
+
+
+def test_bench_compares_the_text_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripted import scripted_engine
+
+    from knapspec_edge.apps import bench
+
+    folder = library(tmp_path / "lib")
+
+    class Scripted:
+        @staticmethod
+        def beside(_engine: Any, source: peers.Source) -> ScriptedPeer:
+            return ScriptedPeer(source)
+
+    monkeypatch.setattr(bench, "Peer", Scripted)
+    monkeypatch.setattr(bench, "_environment", lambda engine: {})
+    monkeypatch.setattr(bench, "explained_margin", lambda engine: 0.0)
+    options = bench.Options(
+        n_prompts=2, max_tokens=6, best=False, peers=(f"right={folder}", f"wrong={folder}")
+    )
+    *_, report = bench.run(scripted_engine(), options)
+    plain, right, wrong = report.sides
+    assert [side.name for side in report.sides] == ["plain", "right", "wrong"]
+    assert (right.identical, right.unexplained) == (2, 0)
+    assert right.ratio is not None
+    assert (wrong.identical, wrong.unexplained) == (0, 2)
+    assert wrong.ratio is None
+    assert "right: bindings 1.0, Python 3.9" in report.notes
+    with pytest.raises(UsageError, match="a side of the comparison has this name"):
+        list(bench.run(scripted_engine(), replace(options, peers=(f"plain={folder}",))))
