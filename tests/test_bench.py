@@ -360,7 +360,7 @@ def test_rows_are_read_back(tmp_path: Path) -> None:
         ({"machine": {"devices": ["slow"]}}, "1 of another machine"),
         ({"max_tokens": 9}, "1 of another --max-tokens"),
         ({"sampling": {"temperature": 1.0}}, "1 of another sampling"),
-        ({"settings": {**ENVIRONMENT["settings"], "threads": 4}}, "1 of another settings"),  # type: ignore[dict-item]
+        ({"settings": {**ENVIRONMENT["settings"], "threads": 4}}, "1 of another setting"),  # type: ignore[dict-item]
         ({"settings": {**ENVIRONMENT["settings"], "ctx_tokens": 9}}, None),  # type: ignore[dict-item]
         ({"version": "0.2"}, None),
     ],

@@ -21,7 +21,7 @@ _COMPARED = {
     "model_fingerprint": "model",
     "library_digest": "library",
     "machine": "machine",
-    "settings": "settings",
+    "settings": "setting",
     "sampling": "sampling",
     "max_tokens": "--max-tokens",
     "prompt_digest": "prompt",
