@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
-from . import cli_completion, cli_config
+from . import cli_completion, cli_config, policies
 from .cli_open import confirm_licence, fetch_progress, obtain, open_model
 from .cli_options import (
     ACCEPT_LICENCE,
     ANSWER_OPTIONS,
+    DRAW_OPTIONS,
     GPU_LAYERS,
     LOGPROBS_OPTION,
     MODEL,
@@ -24,13 +25,14 @@ from .cli_options import (
     Number,
     answer_settings,
     check_text,
+    drawn_sampling,
     flash_attn_option,
     kv_type_option,
     option,
     with_options,
 )
 from .cli_summarize import summarize
-from .config import CTX_TOKENS_MAX, DEFAULTS, OVERFLOWS, POLICIES
+from .config import BENCH_TASKS, CTX_TOKENS_MAX, DEFAULTS, GENERATORS, OVERFLOWS
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 from .folders import expanded, read_at_most
 from .native.giving_up import on_abort
@@ -370,8 +372,20 @@ def doctor(model: str | None, as_json: bool) -> int:
     return 1 if report["problems"] else 0
 
 
+def _others() -> str:
+    return ", ".join(name for name in policies.NAMES if name != "plain")
+
+
 @cli.command()
 @MODEL
+@option(
+    "--policies",
+    "names",
+    metavar="NAME,...",
+    shell_complete=cli_completion.listed("auto", *policies.NAMES, "all"),
+    help=f"What to compare with plain decoding: auto (ours as it is), {_others()}, or all; ours, "
+    "knapspec, is forced to draft. Without it auto,knapspec.",
+)
 @option(
     "--plan",
     "plans",
@@ -380,9 +394,9 @@ def doctor(model: str | None, as_json: bool) -> int:
     help="Compare this plan, forced; repeatable.",
 )
 @option(
-    "--best/--no-best",
-    default=True,
-    help="Compare auto and the planner's best plans, forced.",
+    "--draft-model",
+    metavar="FILE",
+    help="The small GGUF that the policy draft-model drafts with.",
 )
 @option(
     "--unpatched",
@@ -399,20 +413,37 @@ def doctor(model: str | None, as_json: bool) -> int:
     help="Compare another Python's llama-cpp-python or ik-llama-cpp-python, or a folder of "
     "libraries; repeatable.",
 )
-@option("--prompts", type=click.IntRange(1), metavar="N", help="Use only the first N prompts.")
+@option(
+    "--contexts",
+    metavar="N,...",
+    help="Lengths of the prompts in tokens, chat format included, as in 256,2K,6K (K is 1,024); "
+    "without it 256,2K.",
+)
+@option(
+    "--tasks",
+    metavar="NAME,...",
+    shell_complete=cli_completion.listed(*BENCH_TASKS, "all"),
+    help=f"Kinds of prompts: {', '.join(BENCH_TASKS)}; all of them without it.",
+)
+@option(
+    "--prompts",
+    metavar="FILE.jsonl",
+    help='Compare on your own prompts: one {"prompt": TEXT} or {"messages": [...]} per line, with '
+    '"name" and "task" where wanted.',
+)
+@option(
+    "--repeats",
+    type=click.IntRange(1, 10000),
+    default=1,
+    show_default=True,
+    help="Prompts of each task and length, all different; rounds over your own.",
+)
 @option(
     "--max-tokens",
     type=click.IntRange(2),
     default=128,
     show_default=True,
     help="Longest answer in tokens.",
-)
-@option(
-    "--repeats",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Rounds over all prompts.",
 )
 @option(
     "--cooldown",
@@ -423,78 +454,129 @@ def doctor(model: str | None, as_json: bool) -> int:
     help="Pause before each answer.",
 )
 @option(
+    "--resume",
+    metavar="FILE.jsonl",
+    help="Keep each row in FILE as soon as it is there, and leave out what is in it already.",
+)
+@option(
     "--format",
     "form",
-    type=click.Choice(["md", "json"]),
+    type=click.Choice(["md", "json", "jsonl", "csv"]),
     default="md",
     show_default=True,
-    help="Form of the report.",
+    help="Form of the report; jsonl: each row as soon as it is there.",
 )
-@with_options(*MODEL_OPTIONS, *OUTPUT_OPTIONS)
+@option(
+    "--plot",
+    metavar="FOLDER",
+    shell_complete=cli_completion.folders,
+    help="Draw speed, acceptance, rounds and predictions into FOLDER.",
+)
+@with_options(*DRAW_OPTIONS, *MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def bench(
     model: str | None,
+    names: str | None,
     plans: tuple[str, ...],
-    best: bool,
+    draft_model: str | None,
     unpatched: str | None,
     peers: tuple[str, ...],
-    prompts: int | None,
-    max_tokens: int,
+    contexts: str | None,
+    tasks: str | None,
+    prompts: str | None,
     repeats: int,
+    max_tokens: int,
     cooldown: float,
+    resume: str | None,
     form: str,
+    plot: str | None,
     quiet: bool,
     verbose: bool,
     **options: Any,
 ) -> int:
-    """Compare plain decoding with forced plans, and with other builds of llama.cpp, answer by
-    answer in turn. Every text is compared with that of plain decoding.
+    """Compare plain decoding with policies, plans and other builds of llama.cpp, answer by answer
+    in turn, on tasks made from Python's own library and on your own prompts. Every text is compared
+    with that of plain decoding, and no speed-up is given for one that differs without a reason.
+
+    Nothing is downloaded. A comparison can be ended at any time; with --resume it goes on.
 
     \b
     Examples:
       knapspec-edge bench
-      knapspec-edge bench model.gguf --plan mine.json --no-best --prompts 5
-      knapspec-edge bench model.gguf --unpatched /opt/llama.cpp/build/bin --format json
-      knapspec-edge bench model.gguf --peer ik=/opt/ik/bin/python --no-best
+      knapspec-edge bench model.gguf --policies all --contexts 256,2K,6K --resume rows.jsonl
+      knapspec-edge bench model.gguf --policies knapspec-paper --tasks code,qa --format csv
+      knapspec-edge bench model.gguf --plan mine.json --policies plain --prompts mine.jsonl
+      knapspec-edge bench model.gguf --unpatched /opt/llama.cpp/build/bin --format json --plot plots
+      knapspec-edge bench model.gguf --peer ik=/opt/ik/bin/python --policies plain
     """
-    from pathlib import Path
-
-    from .apps import bench as app
+    from .apps.bench import options as asked
+    from .apps.bench import report, runner
+    from .apps.jsonl import encode
     from .terminal import Terminal
 
     terminal = Terminal(quiet=quiet, verbose=verbose)
-    chosen = app.Options(
-        n_prompts=prompts or len(app.PROMPTS),
-        max_tokens=max_tokens,
-        repeats=repeats,
-        cooldown_seconds=cooldown,
-        plans=tuple(Path(plan) for plan in plans),
-        best=best,
-        unpatched=None if unpatched is None else Path(unpatched),
+
+    def show_row(row: dict[str, Any]) -> None:
+        terminal.text(encode(row) + "\n")
+
+    # what is wrong with the request is said before a model is fetched or loaded
+    chosen = asked.from_texts(
+        policies=names,
+        plans=plans,
+        draft_model=draft_model,
+        unpatched=unpatched,
         peers=peers,
+        contexts=contexts,
+        tasks=tasks,
+        prompts=prompts,
+        repeats=repeats,
+        max_tokens=max_tokens,
+        cooldown=cooldown,
+        resume=resume,
+        sampling=drawn_sampling(options),
     )
-    report = None
+    folder = None if plot is None else expanded(plot)
+    if folder is not None:
+        from .apps.plots.bench import check_folder
+
+        check_folder(folder)
+    options["ctx"] = options["ctx"] or chosen.ctx_tokens()
+    options["draft_model"] = draft_model
+    found = None
     exit_code = 0
     try:
-        with open_model(model, options, terminal, spec="off") as engine:
+        with open_model(
+            model, options, terminal, spec="off", expected_tokens=max(chosen.contexts)
+        ) as engine:
             try:
-                for report in app.run(  # noqa: B007  (the last one is printed)
+                for found in runner.run(  # noqa: B007  (the last one is printed)
                     engine,
                     chosen,
                     lambda done, total, _: terminal.progress("compare", done / total),
+                    stage=terminal.progress,
+                    sink=show_row if form == "jsonl" else None,
                 ):
                     pass
             except (Interrupted, KeyboardInterrupt):
                 exit_code = EXIT_INTERRUPTED
     finally:
         terminal.clear_progress()
-    if report is not None:
-        if form == "json":
-            import json
+    if found is None:
+        return exit_code
+    if form == "json":
+        terminal.text(encode(found.to_json()) + "\n")
+    elif form == "csv":
+        terminal.text(report.csv_table(found))
+    elif form == "md":
+        terminal.text(report.markdown(found) + "\n")
+    else:
+        for note in found.notes:
+            terminal.notice(note)
+    if folder is not None:
+        from .apps.plots.bench import write
 
-            terminal.text(json.dumps(report.to_json(), ensure_ascii=False) + "\n")
-        else:
-            terminal.text(app.markdown(report) + "\n")
-    return exit_code
+        write(found, folder)
+        terminal.notice(f"drawn into {folder}")
+    return exit_code or (1 if found.failed else 0)
 
 
 @cli.command()
@@ -597,8 +679,8 @@ def profile(
 )
 @option(
     "--policy",
-    type=click.Choice(POLICIES),
-    default=POLICIES[0],
+    type=click.Choice(GENERATORS),
+    default=GENERATORS[0],
     show_default=True,
     help="What proposes plans: knapsack and search over hidden states, or the latter alone, as "
     "published. All are judged alike.",

@@ -135,6 +135,20 @@ def words_and_files(*words: str) -> Completer:
     return complete
 
 
+def listed(*words: str) -> Completer:
+    """Some words, separated by commas, each once."""
+
+    def complete(
+        ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        given = before.split(",")
+        found = (word for word in words if word.startswith(last) and word not in given)
+        return [_item(f"{before}{comma}{word}", "plain") for word in found]
+
+    return complete
+
+
 def model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of the manifest, model files and folders."""
     from . import models

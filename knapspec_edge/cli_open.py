@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .config import POLICIES
-from .errors import KnapspecError
+from .errors import KnapspecError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,10 +82,17 @@ def open_file(
 
 
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """What of a command's options Engine.open takes."""
-    names = ("ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "exact", "template")
-    given = {name: options[name] for name in names if name in options}
-    return {**given, "policy": options.get("policy", POLICIES[0])}
+    """What of a command's options Engine.open takes. Raises UsageError."""
+    if options.get("draft_model") is not None and options.get("policy") not in (
+        None,
+        "draft-model",
+    ):
+        raise UsageError("--draft-model goes with --policy draft-model")
+    names = (
+        "ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "policy", "draft_model",
+        "exact", "template",
+    )  # fmt: skip
+    return {name: options[name] for name in names if name in options}
 
 
 def confirm_licence(terminal: Terminal) -> Callable[[Model], bool] | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from . import cli_completion
+from . import cli_completion, policies
 from .cli_config import MODEL_VARIABLE, PREFIX
-from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, POLICIES, THREADS_MAX
+from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, THREADS_MAX
 from .errors import UsageError
 from .sampling import (
     DEFAULT_PRESET,
@@ -24,6 +24,7 @@ from .sampling import (
 from .text.builtin_templates import BUILTIN
 
 if TYPE_CHECKING:
+    from .records import Sampling
     from .sampling import Settings
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -140,6 +141,29 @@ LOGPROBS_OPTION = option(
     help="With --json: log-probabilities of all tokens, and of the N most probable at each place.",
 )
 
+# How `bench` draws; greedily without them.
+DRAW_OPTIONS = (
+    option(
+        "--preset",
+        type=click.Choice(list(PRESETS)),
+        default=DEFAULT_PRESET,
+        show_default=True,
+        help="Values of the sampling options that are not given, as for `run`.",
+    ),
+    _value("temperature", "Temperature; 0 always takes the most probable token."),
+    _value("top_k", "Choose among the N most probable tokens; 0: all."),
+    _value("top_p", "Choose among the most probable tokens that together have this share; 1: all."),
+    option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler."),
+)
+
+
+def drawn_sampling(options: dict[str, Any]) -> Sampling:
+    """What DRAW_OPTIONS ask for; they are taken out of `options`. Raises UsageError."""
+    from .sampling import Settings
+
+    names = ("preset", "temperature", "top_k", "top_p", "seed")
+    return Settings(**{name: options.pop(name) for name in names}).sampling()
+
 
 def sampling_settings(options: dict[str, Any]) -> dict[str, Any]:
     """Fields of sampling.Settings that these options give, files read.
@@ -244,11 +268,17 @@ ANSWER_OPTIONS = (
     ),
     option(
         "--policy",
-        type=click.Choice(POLICIES),
-        default=POLICIES[0],
+        type=click.Choice(policies.NAMES),
+        default=policies.DEFAULT,
         show_default=True,
-        help="How drafts are planned; knapspec-paper is the published method, which never goes "
-        "off, for comparison.",
+        help="What drafts, for comparison: all but knapspec are always on. docs/policies.md says "
+        "what each is.",
+    ),
+    option(
+        "--draft-model",
+        metavar="MODEL",
+        shell_complete=cli_completion.model,
+        help="A small model with the vocabulary of MODEL, for --policy draft-model.",
     ),
     option(
         "--exact",

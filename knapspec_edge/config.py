@@ -8,10 +8,13 @@ from dataclasses import dataclass
 CTX_TOKENS_MAX = 2**31 - 1  # positions are signed 32-bit numbers
 THREADS_MAX = 512  # GGML_MAX_N_THREADS
 GPU_LAYERS_MAX = 2**31 - 1
-# How drafts are planned, the default first: our planner, or the published method alone.
-POLICIES = ("knapspec", "knapspec-paper")
+# What proposes the plans that are judged, the default first: the knapsack and the search over
+# hidden states, or the latter alone, as published.
+GENERATORS = ("knapspec", "knapspec-paper")
 # What a text has to be the same to, the default first: see Engine.open.
 EXACTNESS = ("default", "strict")
+# Kinds of prompts that `bench` makes.
+BENCH_TASKS = ("summarize", "code", "qa", "chat", "reason")
 # What a chat does where its context is full, the default first: say so, or drop the oldest turns.
 OVERFLOWS = ("stop", "drop")
 
@@ -137,6 +140,50 @@ class Config:
     dp_measure_window_tokens: int = 32  # of a search during a measurement, where there is time
     dp_rounding_error: float = 0.25  # of the cheapest sublayer's cost: fewer units, fewer branches
     dp_measure_share: float = 0.15  # of a measurement's time
+
+    # policies that are compared with, as published where nothing else is said
+    layerskip_exit_share: float = 0.25  # of the layers that a draft runs: 8 of 32
+    layerskip_max_draft: int = 6
+    kangaroo_exit_layers: int = 2
+    kangaroo_max_draft: int = 6
+    kangaroo_min_probability: float = 0.6
+    del_decay: float = 0.95  # of a shadow token's weight, with each later one
+    del_max_draft: int = 17
+    del_shadow_tokens: int = 8  # new ones that are waited for: here they cost a pass of their own
+    asd_skip_share: float = 0.5  # of the attention sublayers between the first and the last layer
+    asd_window_tokens: int = 32  # of the context, that similarities are measured on
+    draft_verify_max_draft: int = 8
+    draft_verify_evaluations: int = 1000
+    draft_verify_seconds: float = 120.0  # of the search here; published: hours
+    draft_verify_new_tokens: int = 32  # of an answer that a mask is timed on
+    draft_verify_prompt_tokens: int = 64  # of each of the two prompts, of the calibration text
+    # the controller of its stop threshold, which ASD has as well
+    controller_start: float = 0.8
+    controller_target: float = 0.9  # share of drafted tokens to be accepted
+    controller_memory: float = 0.5  # of the mean of that share, per round
+    controller_step: float = 0.01
+    controller_weight: float = 0.1  # of a changed threshold
+    swift_skip_share: float = 0.45  # of the sublayers between the first and the last layer
+    swift_max_draft: int = 25
+    swift_min_probability: float = 0.8
+    swift_window_tokens: int = 50  # of the answer, that masks are scored on
+    swift_bayes_interval: int = 25  # every so many candidates one is no random one
+    swift_good_score: float = 0.93  # the search ends above it,
+    swift_patience: int = 300  # after so many candidates without a better one,
+    swift_candidates: int = 1000  # and after so many in all
+    bayes_kappa: float = 2.5  # standard deviations of the upper confidence bound
+    clasp_skip_share: float = 0.25  # of the layers
+    clasp_max_draft: int = 10
+    clasp_interval_rounds: int = 64
+    lookup_max_ngram: int = 4  # tokens of the end of the text that are looked for, and at least
+    lookup_min_ngram: int = 2
+    lookup_max_draft: int = 8
+    llama_cpp_lookup_ngram: int = 2  # llama-cpp-python's own defaults
+    llama_cpp_lookup_draft: int = 10
+    draft_model_max_draft: int = 8
+    draft_model_min_probability: float = 0.75  # llama.cpp's; a token below is not proposed
+    random_saving_share: float = 0.2  # of a step, where there is no plan to be as cheap as
+    random_max_draft: int = 8
 
     # documents: some hundred books; beyond it, it is a disk image or a dump by mistake
     document_bytes_max: int = 256 * 2**20  # of a file, and of the text that an archive unpacks to

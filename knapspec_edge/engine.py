@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from . import arguments
+from . import arguments, policies
 from .closing import Closing
-from .config import DEFAULTS, EXACTNESS, POLICIES, Config
+from .config import DEFAULTS, EXACTNESS, GENERATORS, Config
 from .decode.loop import Clock
 from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session
@@ -49,6 +49,7 @@ from .turns import Turns
 if TYPE_CHECKING:
     from .backend import Backend
     from .gguf_check import GgufInfo
+    from .latency.costs import Costs
     from .latency.drift import DriftTracker
     from .latency.profile import LatencyProfile
     from .latency.store import Store
@@ -91,7 +92,7 @@ class Speculation:
 
     state: str  # "on" or "off"
     reason: str  # one line
-    policy: str  # "knapspec", "file", or "none" where nothing is drafted
+    policy: str  # one of policies.NAMES, "file", or "none" where nothing is drafted
     draft: Draft | None = None  # what is drafted with; None when off
     baseline_per_second: float | None = None  # measured speed of plain decoding, tokens/s
     predicted_ratio: float | None = None  # predicted speed relative to plain decoding
@@ -303,7 +304,8 @@ class Engine(Closing):
         info: GgufInfo | None = None,
         warnings: Sequence[str] = (),
         machine: Mapping[str, Any] | None = None,
-        policy: str = POLICIES[0],
+        policy: str = policies.DEFAULT,
+        draft_model: str | os.PathLike[str] | None = None,
         exact: str = EXACTNESS[0],
         expected_tokens: int | None = None,
         clock: Clock = time.perf_counter,
@@ -325,6 +327,7 @@ class Engine(Closing):
         self.template_error: ModelError | None = None
         self._resources = resources or ExitStack()
         self.policy_name = policy
+        self._draft_model = draft_model
         self.exact = exact
         self._exactness: Exactness | None = None  # once compared
         self._policy: Policy = FixedPolicy(None)
@@ -357,7 +360,8 @@ class Engine(Closing):
         kv_type: str = "f16",
         flash_attn: str = "auto",
         spec: str | os.PathLike[str] = "auto",
-        policy: str = POLICIES[0],
+        policy: str = policies.DEFAULT,
+        draft_model: str | os.PathLike[str] | None = None,
         exact: str = EXACTNESS[0],
         template: str | os.PathLike[str] | None = None,
         needs_template: bool = False,
@@ -371,8 +375,9 @@ class Engine(Closing):
         `ctx`: context size in tokens; None takes what the model was trained for, at most
         config.ctx_tokens. `gpu_layers`: None lets the library decide. `spec`: "auto" speculates
         where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
-        file. `policy`: how drafts are planned (config.POLICIES); the published method is always on
-        unless `spec` is "off" or a file. `exact`: "strict" drafts only where passes over several
+        file. `policy`: what drafts (policies.NAMES); all but "knapspec" are always on unless `spec`
+        is "off" or a file, and "plain" never drafts. `draft_model`: the GGUF of the policy
+        "draft-model". `exact`: "strict" drafts only where passes over several
         tokens were found to compute bit for bit what passes over one do, so that every text is that
         of `spec` "off"; flash attention is on then unless it is given, and no setting is chosen by
         measurement. `template`: a built-in chat template's name or a file, in
@@ -418,7 +423,7 @@ class Engine(Closing):
         if threads is not None and threads < 1:
             raise UsageError(f"the number of threads is {threads}; it has to be at least 1")
         _check_spec(spec)
-        _check_policy(policy)
+        _check_policy(policy, draft_model, spec)
         arguments.choice("--exact", exact, EXACTNESS)
         strict = exact == EXACTNESS[1]
         max_verify_tokens = config.max_verify_tokens
@@ -488,6 +493,7 @@ class Engine(Closing):
                     warnings=warnings,
                     machine=machine,
                     policy=policy,
+                    draft_model=draft_model,
                     exact=exact,
                     expected_tokens=expected_tokens,
                 )
@@ -528,6 +534,7 @@ class Engine(Closing):
             self._note_drift()
             self._keep_learned()
         finally:
+            _close_policy(self._policy)
             self._resources.close()
 
     def __del__(self) -> None:
@@ -544,6 +551,7 @@ class Engine(Closing):
                 )
             self._turns.end(self._interrupt_backend)
             self._break_off_latest()
+            _close_policy(self._policy)
             self._resources.close()
 
     def __enter__(self) -> Engine:
@@ -658,28 +666,98 @@ class Engine(Closing):
         self, spec: str | os.PathLike[str], progress: Progress | None = None
     ) -> Speculation:
         _check_spec(spec)
+        _check_policy(self.policy_name, self._draft_model, spec)
         chosen = self._choose(spec, progress)
         self._keep_learned()
-        self._policy = self._policy_for(spec, chosen)
+        before, self._policy = self._policy, self._policy_for(spec, chosen, progress)
+        _close_policy(before)
         self._spec = spec
         self.speculation = chosen
         return chosen
 
-    def _policy_for(self, spec: str | os.PathLike[str], chosen: Speculation) -> Policy:
+    def _policy_for(
+        self,
+        spec: str | os.PathLike[str],
+        chosen: Speculation,
+        progress: Progress | None = None,
+    ) -> Policy:
         """What decides round by round: a plan file holds for all rounds, the planner adapts."""
-        book, drift = self._book, self._drift
-        if spec not in ("auto", "on") or book is None or drift is None:
+        planned = self.policy_name == policies.DEFAULT
+        if spec not in ("auto", "on") or (planned and self._book is None):
             return FixedPolicy(chosen.draft)
-        if self.policy_name == POLICIES[1]:
-            from .search.paper import PaperPolicy
+        return self._create_policy(self.policy_name, progress, forced=spec == "on")
 
-            return PaperPolicy(self.backend, book.costs, self.config)
-        from .search.online import OnlinePlanner
+    @property
+    def costs(self) -> Costs | None:
+        """What passes cost here, as it was measured; None before "auto", "on" or a policy that
+        goes by it."""
+        return None if self._book is None else self._book.costs
 
-        policy = OnlinePlanner(
-            self.backend, book, drift, forced=spec == "on", config=self.config, clock=self._clock
+    @_in_turn
+    def create_policy(
+        self, name: str, *, forced: bool = False, progress: Progress | None = None
+    ) -> Policy:
+        """A policy by its name (policies.NAMES), for this model as it is open, to be given to
+        `session.generate`. Measures first what it needs, where that is not kept; the conversation's
+        keys are forgotten. `forced`: the planner never turns to plain decoding.
+
+        What it learns is its own: several beside each other do not disturb each other. Whoever
+        asked calls its `close`, where it has one. Raises PlanError where it is not
+        possible, and what policies.create raises; UsageError, Interrupted, BusyError, ClosedError.
+        """
+        arguments.callable_or_none("progress", progress)
+        _check_policy(name, self._draft_model)
+        return self._create_policy(name, progress, forced=forced, apart=True)
+
+    def _create_policy(
+        self, name: str, progress: Progress | None, *, forced: bool = False, apart: bool = False
+    ) -> Policy:
+        """`apart`: what it learns about plans is its own, and not kept."""
+        from .policies.setting import Setting
+
+        needs = policies.describe(name).needs
+        setting = Setting(
+            self.backend,
+            self.config,
+            forced=forced,
+            model_key=self._model_key(),
+            store=self._store(),
+            vocabulary=self.vocabulary,
+            draft_model=self._draft_model,
+            progress=None if progress is None else lambda share: progress("search", share),
+            clock=self._clock,
         )
-        policy.prepare(min(self._expected_tokens, self.n_ctx))
+        if "costs" in needs or "planner" in needs:
+            if self.backend.refusal is not None:
+                raise PlanError(f"--policy {name} cannot be honoured: {self.backend.refusal}")
+            decision = self._decide(progress)
+            if self._book is None:
+                reason = decision.reason.removeprefix("off: ")
+                raise PlanError(f"--policy {name} cannot be honoured: {reason}")
+            book, drift = self._book, self._drift
+            if apart:
+                from .latency.drift import DriftTracker
+                from .search import planner
+
+                drift = DriftTracker(book.costs, self.config)
+                store, key = self._store(), self._book_key()
+                book = planner.open_book(self.backend, decision, store, key, self.config)
+            setting = replace(
+                setting,
+                costs=book.costs,
+                book=book,
+                drift=drift,
+                best=decision.draft,
+            )
+        if "calibration" in needs:
+            tokens = calibration_tokens(self.vocabulary, self._template)
+            setting = replace(setting, calibration=tokens)
+            self.session.reset()  # it searches in an empty cache
+        with self.interruptible():
+            policy = policies.create(name, setting)
+        prepare = getattr(policy, "prepare", None)
+        if prepare is not None:
+            prepare(min(self._expected_tokens, self.n_ctx))
         return policy
 
     def _keep_learned(self) -> None:
@@ -700,14 +778,14 @@ class Engine(Closing):
         if self.exact == EXACTNESS[1] and self.backend.refusal is None:
             found = self._examine(progress)
             if not found.holds:
-                if spec == "auto" and self.policy_name == POLICIES[0]:
+                if spec == "auto" and self.policy_name == policies.DEFAULT:
                     return Speculation("off", f"--exact strict: {found.reason}", "none")
                 raise PlanError(
                     f"--exact strict cannot be honoured: {found.reason}; use --spec off, or "
                     "--exact default"
                 )
-        if spec in ("auto", "on") and self.policy_name == POLICIES[1]:
-            chosen = self._choose_paper(progress)
+        if spec in ("auto", "on") and self.policy_name != policies.DEFAULT:
+            chosen = self._choose_always(progress)
         elif spec in ("auto", "on"):
             decision = self._decide(progress)
             if spec == "on":
@@ -732,7 +810,7 @@ class Engine(Closing):
             chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(expanded(spec)))
         if chosen.state == "on":
             found = self._examine(progress)
-            compared = chosen.draft is None or chosen.draft.max_tokens < found.tokens
+            compared = self._longest_draft(chosen) < found.tokens
             chosen = replace(chosen, bit_exact=found.holds and compared)
         return chosen
 
@@ -751,20 +829,25 @@ class Engine(Closing):
                 )
         return self._exactness
 
-    def _choose_paper(self, progress: Progress | None) -> Speculation:
-        """The published method needs the costs of sublayers and decides nothing before it runs."""
-        refusal = self.backend.refusal or self.backend.branch_refusal
-        decision = None if refusal else self._decide(progress)
-        if decision is None or decision.measured is None:
-            reason = refusal or (decision.reason.removeprefix("off: ") if decision else "")
-            raise PlanError(f"--policy {POLICIES[1]} cannot be honoured: {reason}")
-        return Speculation(
-            "on",
-            "the published method: always on, with a new plan every "
-            f"{self.config.dp_paper_interval_rounds} rounds",
-            self.policy_name,
-            baseline_per_second=decision.baseline_per_second,
-        )
+    def _longest_draft(self, chosen: Speculation) -> int:
+        """Tokens of a draft at most."""
+        if chosen.draft is not None:
+            return chosen.draft.max_tokens
+        bound = policies.describe(self.policy_name).longest_draft
+        return 0 if bound is None else int(getattr(self.config, bound))
+
+    def _choose_always(self, progress: Progress | None) -> Speculation:
+        """A policy that is compared with: it decides nothing before it runs."""
+        name = self.policy_name
+        described = policies.describe(name)
+        if described.longest_draft is None:
+            return Speculation("off", f"--policy {name}", "none")
+        if self.backend.refusal is not None:
+            raise PlanError(f"--policy {name} cannot be honoured: {self.backend.refusal}")
+        baseline = None
+        if "costs" in described.needs:
+            baseline = self._decide(progress).baseline_per_second
+        return Speculation("on", f"--policy {name}: always on", name, baseline_per_second=baseline)
 
     def _decide(self, progress: Progress | None) -> Decision:
         if self._decision is None:
@@ -858,7 +941,8 @@ class Engine(Closing):
         if budget_seconds is not None:
             budget_seconds = _budget(budget_seconds)
         if policy is not None:
-            _check_policy(policy)
+            arguments.choice("--policy", policy, GENERATORS)
+        proposes = policy or (self.policy_name if self.policy_name in GENERATORS else GENERATORS[0])
         from .search import outlook, planner
 
         if self.backend.refusal is not None:
@@ -889,7 +973,7 @@ class Engine(Closing):
                 config,
                 self._store(),
                 measured,
-                policy=policy or self.policy_name,
+                policy=proposes,
                 clock=self._clock,
             )
         if decision.measured is None:
@@ -906,7 +990,7 @@ class Engine(Closing):
             self.backend.sublayers,
             settings,
             config,
-            policy=policy or self.policy_name,
+            policy=proposes,
         )
 
     @_in_turn
@@ -951,7 +1035,8 @@ class Engine(Closing):
             return None
         plan = None if draft is None else draft.plan
         # the planner compares them itself, with the plan that it used
-        compare = isinstance(self._policy, FixedPolicy)
+        unknown = draft is None and self.speculation.state == "on"
+        compare = isinstance(self._policy, FixedPolicy) and not unknown
 
         def observe(times: RoundTimes) -> None:
             if compare:
@@ -1188,8 +1273,24 @@ def _settings_reason(best: Candidate, threads: int | None, kv_type: str, flash_a
     return f"{', '.join(parts)}: the best measured"
 
 
-def _check_policy(policy: str) -> None:
-    arguments.choice("--policy", policy, POLICIES)
+def _check_policy(
+    policy: str,
+    draft_model: str | os.PathLike[str] | None,
+    spec: str | os.PathLike[str] = "auto",
+) -> None:
+    described = policies.describe(policy)
+    arguments.path_or_none("draft_model", draft_model)
+    if "draft model" in described.needs and draft_model is None:
+        raise UsageError(f"--policy {policy} needs --draft-model MODEL, a small one")
+    if described.longest_draft is None and spec == "on":
+        raise UsageError(f"--policy {policy} never drafts; leave --spec on away")
+
+
+def _close_policy(policy: Policy) -> None:
+    """Give back what it holds open, such as a draft model."""
+    close = getattr(policy, "close", None)
+    if close is not None:
+        close()
 
 
 def _budget(seconds: float) -> float:

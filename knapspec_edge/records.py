@@ -260,7 +260,7 @@ class Stats:
     accepted_at: list[int] = field(default_factory=list)
     # "stop", "length" or "interrupted"; None while running or after the reader closed it early
     finish_reason: str | None = None
-    # how the latest round that drafted did so; None: none did
+    # how the latest round that drafted under a plan did so; None: none did
     latest_draft: Draft | None = None
     # why auto went on plainly in the middle of this answer (decode.guard), or None
     speculation_stopped: str | None = None

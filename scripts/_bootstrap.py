@@ -379,7 +379,7 @@ def install_package(progress: Progress, arguments: str) -> None:
 
 def install_test_tools(progress: Progress) -> None:
     # the extras that tests need as well
-    execute(pip("install", "knapspec-edge[dask,dev,documents,plot]"), progress)
+    execute(pip("install", "knapspec-edge[dask,dev,documents,plot,policies]"), progress)
 
 
 def set_up(*, tests: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from knapspec_edge.apps.bench import PROMPTS  # noqa: E402
+from knapspec_edge.apps.bench.texts import QUESTIONS  # noqa: E402
 from knapspec_edge.backend import Backend  # noqa: E402
 from knapspec_edge.config import DEFAULTS  # noqa: E402
 from knapspec_edge.decode.rollback import rewind  # noqa: E402
@@ -72,10 +72,11 @@ def prompts_of(vocabulary: Any, template: Any, count: int) -> list[list[int]]:
     if template is None:
         return [
             tokenize_prompt(vocabulary, f"{text}\n\n", parse_special=False)
-            for text in PROMPTS[:count]
+            for text in QUESTIONS[:count]
         ]
     return [
-        list(template.apply([{"role": "user", "content": text}]).tokens) for text in PROMPTS[:count]
+        list(template.apply([{"role": "user", "content": text}]).tokens)
+        for text in QUESTIONS[:count]
     ]
 
 

@@ -57,7 +57,7 @@ from _sampled import (  # noqa: E402
     require_plans,
 )
 
-from knapspec_edge.apps.bench import PROMPTS  # noqa: E402
+from knapspec_edge.apps.bench.texts import QUESTIONS  # noqa: E402
 from knapspec_edge.apps.report import counted, sig  # noqa: E402
 from knapspec_edge.backend import Backend  # noqa: E402
 from knapspec_edge.decode.rollback import rewind  # noqa: E402
@@ -618,7 +618,7 @@ def _parser() -> argparse.ArgumentParser:
         add = sub.add_argument
         add("--settings", default=settings, metavar="NAME,...", help=f"of {', '.join(SETTINGS)}")
         add("--plans", default=",".join(PLAN_SHARES), metavar="NAME,...", help="of the same")
-        add("--prompts", type=int, default=len(PROMPTS), help=f"up to {len(PROMPTS)}")
+        add("--prompts", type=int, default=len(QUESTIONS), help=f"up to {len(QUESTIONS)}")
         add("--seeds", type=int, default=seeds, help="1..this")
         add("--max-tokens", type=int, default=tokens, help="of each answer")
 
@@ -636,8 +636,8 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in ("prompts", "seeds"):
         if getattr(options, name, 1) < 1:
             raise UsageError(f"--{name} must be at least 1")
-    if getattr(options, "prompts", 1) > len(PROMPTS):
-        raise UsageError(f"--prompts {options.prompts}: there are {len(PROMPTS)}")
+    if getattr(options, "prompts", 1) > len(QUESTIONS):
+        raise UsageError(f"--prompts {options.prompts}: there are {len(QUESTIONS)}")
     if getattr(options, "max_tokens", 2) < 2:
         raise UsageError("--max-tokens must be at least 2: the first token is never drafted")
     if options.command == "cost":
@@ -673,7 +673,7 @@ def _opened(options: argparse.Namespace, name: str, terminal: Terminal) -> Itera
         measuring.open_context(options, model, options.ctx) as backend,
     ):
         require_plans(backend, info.path.name)
-        prompts = prompts_of(model, choose_template(model), len(PROMPTS))
+        prompts = prompts_of(model, choose_template(model), len(QUESTIONS))
 
         def show(stage: str, share: float) -> None:
             terminal.progress(f"{info.path.name}: {stage}", min(1.0, share))

@@ -893,7 +893,7 @@ class Opened:
 
 
 @contextmanager
-def _opened(
+def prepared(
     options: argparse.Namespace, name: str, longest: int, terminal: Terminal
 ) -> Iterator[Opened]:
     with measuring.opened_model(options, name, terminal) as (model, info):
@@ -926,7 +926,7 @@ def _opened(
         terminal.text(f"\nThe calibration text repeats itself in the prompts of {where} tokens.\n")
 
 
-def _budgets(costs: Costs, contexts: Sequence[int], seconds: float) -> dict[int, float]:
+def budgets(costs: Costs, contexts: Sequence[int], seconds: float) -> dict[int, float]:
     """Seconds for each context: more where a step takes longer, but not in proportion."""
     weights = {c: math.sqrt(costs.step_ms(c)) for c in contexts}
     return {c: seconds * w / sum(weights.values()) for c, w in weights.items()}
@@ -937,7 +937,7 @@ def _each_context(
 ) -> None:
     contexts = parse_contexts(options.contexts)
     session = Session(opened.backend)
-    for context, seconds in _budgets(opened.costs, contexts, options.budget).items():
+    for context, seconds in budgets(opened.costs, contexts, options.budget).items():
         body(opened.place(session, context), seconds, opened.show(f"{context:,} tokens"))
     opened.terminal.clear_progress()
 
@@ -946,7 +946,7 @@ def _correlate(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any
     rng = random.Random(options.seed)
     forced: list[Forced] = []
     longest = parse_contexts(options.contexts)[-1]
-    with _opened(options, options.models[0], longest, terminal) as opened:
+    with prepared(options, options.models[0], longest, terminal) as opened:
 
         def body(place: Place, seconds: float, show: Show) -> None:
             forced.extend(correlate_at(place, options.plans, seconds, rng, show))
@@ -965,7 +965,7 @@ def _generators(options: argparse.Namespace, terminal: Terminal) -> dict[str, An
     longest = parse_contexts(options.contexts)[-1]
     names = [name for name in GENERATORS if name in options.only]
     notes: list[str] = []
-    with _opened(options, options.models[0], longest, terminal) as opened:
+    with prepared(options, options.models[0], longest, terminal) as opened:
 
         def body(place: Place, seconds: float, show: Show) -> None:
             generated.extend(generators_at(place, names, options.random, seconds, rng, show, notes))
@@ -979,7 +979,7 @@ def _generators(options: argparse.Namespace, terminal: Terminal) -> dict[str, An
 def _attention_share(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
     found: list[Share] = []
     longest = parse_contexts(options.contexts)[-1]
-    with _opened(options, options.models[0], longest, terminal) as opened:
+    with prepared(options, options.models[0], longest, terminal) as opened:
 
         def body(place: Place, seconds: float, show: Show) -> None:
             found.append(share_at(place, options.shortlist, seconds, show))
@@ -1000,7 +1000,7 @@ def _planted(options: argparse.Namespace, terminal: Terminal) -> dict[str, Any]:
     records = [plant_model.read_record(models.resolve(name)) for name in options.models]
     results, settings = [], []
     for name, record in zip(options.models, records, strict=True):
-        with _opened(options, name, options.at, terminal) as opened:
+        with prepared(options, name, options.at, terminal) as opened:
             if record.n_sublayers != len(opened.backend.sublayers):
                 raise PlanError(f"{name} has other sublayers than its record: make it again")
             decision = planner.decide(

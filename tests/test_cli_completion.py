@@ -37,6 +37,9 @@ def test_models_files_and_choices() -> None:
     assert ("file", "p") in offered("run", "--spec", "p")
     assert offered("run", "-f", "x") == [("file", "x")]
     assert offered("bench", "--unpatched", "x") == [("dir", "x")]
+    assert plain("bench", "--tasks", "c") == ["code", "chat"]
+    assert plain("bench", "--tasks", "code,c") == ["code,chat"]
+    assert "auto" in plain("bench", "--policies", "")
     assert plain("run", "--template", "ll") == ["llama2", "llama3"]
     assert plain("completion", "") == ["bash", "zsh", "fish"]
     assert plain("models", "get", "gem") == ["gemma3-270m"]

@@ -24,6 +24,7 @@ LAYERS = (
     {"decode", "native", "gguf_check"},
     {"latency", "models", "text", "gguf_head"},
     {"search", "quantize", "sampling"},
+    {"policies"},
     {"engine"},
     {"apps"},
     {"terminal", "keyboard"},
@@ -57,6 +58,8 @@ FENCED = {
     "chardet": ("text/documents/encodings",),
     "distributed": ("apps/summarize_dask",),
     "dask": ("apps/summarize_dask",),
+    "bayes_opt": ("policies/bayesian",),
+    "threadpoolctl": ("policies/bayesian",),
 }
 
 # The loop and the planner work, and are tested, without the native library.
@@ -179,6 +182,7 @@ def test_the_rules_notice_what_they_forbid():
 HEAVY = (
     "numpy", "llama_cpp", "rich", "numba", "gguf", "prompt_toolkit", "jinja2", "matplotlib",
     "pypdfium2", "mammoth", "markdownify", "bs4", "chardet", "distributed", "dask",
+    "bayes_opt", "threadpoolctl",
 )  # fmt: skip
 
 

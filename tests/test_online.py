@@ -174,7 +174,7 @@ class Whim:
         self.checked: Counter[str] = Counter()
         self.stopped: str | None = None
 
-    def begin(self, sampling: Sampling) -> None:
+    def begin(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self._sampling = sampling
 
     def _plan(self) -> Plan:

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,13 +261,14 @@ class ScriptedPeer:
     def __init__(self, source: peers.Source) -> None:
         self.source = source
         self.package = "bindings 1.0, Python 3.9"
+        self.ends: list[int] = []
 
     def __enter__(self) -> ScriptedPeer:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def answer(self, prompt: list[int], max_tokens: int) -> Answer:
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         from scripted import scripted_engine
 
         session = scripted_engine().session
@@ -280,8 +281,11 @@ class ScriptedPeer:
 
 def test_bench_compares_the_text_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scripted import scripted_engine
+    from test_bench import ENVIRONMENT
 
-    from knapspec_edge.apps import bench
+    from knapspec_edge.apps.bench import runner
+    from knapspec_edge.apps.bench.options import Options
+    from knapspec_edge.apps.bench.tasks import OwnPrompt
 
     folder = library(tmp_path / "lib")
 
@@ -290,19 +294,23 @@ def test_bench_compares_the_text_of_a_peer(tmp_path: Path, monkeypatch: pytest.M
         def beside(_engine: Any, source: peers.Source) -> ScriptedPeer:
             return ScriptedPeer(source)
 
-    monkeypatch.setattr(bench, "Peer", Scripted)
-    monkeypatch.setattr(bench, "_environment", lambda engine: {})
-    monkeypatch.setattr(bench, "explained_margin", lambda engine: 0.0)
-    options = bench.Options(
-        n_prompts=2, max_tokens=6, best=False, peers=(f"right={folder}", f"wrong={folder}")
+    monkeypatch.setattr(runner, "Peer", Scripted)
+    monkeypatch.setattr(runner, "environment", lambda engine: ENVIRONMENT)
+    monkeypatch.setattr(runner, "explained_margin", lambda environment: 0.0)
+    options = Options(
+        policies=(),
+        prompts=tuple(OwnPrompt(f"p{i}", "mine", f"Question {i}?", ()) for i in range(2)),
+        max_tokens=12,
+        peers=tuple(parse_all([f"right={folder}", f"wrong={folder}"])),
     )
-    *_, report = bench.run(scripted_engine(), options)
+    *_, report = runner.run(scripted_engine(), options)
     plain, right, wrong = report.sides
-    assert [side.name for side in report.sides] == ["plain", "right", "wrong"]
+    assert [side.side for side in report.sides] == ["plain", "right", "wrong"]
     assert (right.identical, right.unexplained) == (2, 0)
     assert right.ratio is not None
     assert (wrong.identical, wrong.unexplained) == (0, 2)
     assert wrong.ratio is None
     assert "right: bindings 1.0, Python 3.9" in report.notes
+    assert {r.prompt_ms for r in report.runs if r.side == "right"} == {1.0}
     with pytest.raises(UsageError, match="a side of the comparison has this name"):
-        list(bench.run(scripted_engine(), replace(options, peers=(f"plain={folder}",))))
+        replace(options, peers=tuple(parse_all([f"plain={folder}"])))

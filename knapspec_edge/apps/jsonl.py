@@ -56,14 +56,18 @@ class RecordFile(Closing):
     that somebody else wrote.
     """
 
-    def __init__(self, path: Path, first_key: str) -> None:
-        """Raises UsageError, one line, for a file that cannot be written, is in use, or holds
-        something else; then nothing in it was changed."""
+    def __init__(self, path: Path, first_key: str, *, option: str = "-o") -> None:
+        """`option`: by which the user named the file.
+
+        Raises UsageError, one line, for a file that cannot be written, is in use, or holds
+        something else; then nothing in it was changed.
+        """
         check_writable(path, "the records to")
         self.path = path
         self.n_records = 0
         self.repaired: str | None = None  # what was done to the last line, for people
         self._key = first_key
+        self._option = option
         self._real = target(path)
         self._end = 0  # bytes
         self._descriptor = -1
@@ -180,7 +184,7 @@ class RecordFile(Closing):
         except Timeout:
             raise UsageError(
                 f"{self.path} is being written by another process: wait for it, or give another "
-                "file with -o"
+                f"file with {self._option}"
             ) from None
         except (OSError, NotImplementedError) as error:
             raise UsageError(
@@ -227,7 +231,7 @@ class RecordFile(Closing):
             else:
                 raise UsageError(
                     f"line {number} of {self.path} is no record of this command; nothing was "
-                    "changed: repair or remove that line, or give another file with -o"
+                    f"changed: repair or remove that line, or give another file with {self._option}"
                 )
         return None
 

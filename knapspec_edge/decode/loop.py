@@ -1,9 +1,10 @@
 """The draft-verify loop. Knows token ids and positions only: no text, no files, no policy.
 
-Four verbs: prefill, draft, verify, rewind. A round drafts a few tokens under the plan, drops all
-keys the draft wrote, runs the target once over the last token and the drafted ones (or as many of
-them as are worth it), and accepts the longest prefix equal to the target's own picks plus the
-target's next one. So every emitted token is the target's pick, whatever the plan was.
+Four verbs: prefill, draft, verify, rewind. A round drafts a few tokens under the plan (or takes
+those that the policy proposes), drops all keys the draft wrote, runs the target once over the last
+token and the drafted ones (or as many of them as are worth it), and accepts the longest prefix
+equal to the target's own picks plus the target's next one. So every emitted token is the target's
+pick, whatever was drafted, and by whom.
 
 One invariant holds at every yield, after every ending, and after every exception: the cache holds
 the prompt and all emitted tokens but the last.
@@ -16,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..backend import Backend
 from ..errors import CompleteError, Interrupted, NoTokenError
-from ..records import Draft, Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
-from .policy import Policy
+from ..records import Pick, Plan, RoundTimes, Sampling, Stats, TokenEvent
+from .policy import Policy, Proposer
 from .rollback import rewind
 
 Clock = Callable[[], float]
@@ -42,6 +43,7 @@ class Loop:
         self.backend = backend
         self.sampling = sampling
         self.policy = policy
+        self._proposer = policy if isinstance(policy, Proposer) else None
         self.is_end = is_end
         self.stats = stats
         self.watch = watch
@@ -52,9 +54,11 @@ class Loop:
 
     # -- the verbs ---------------------------------------------------------------------------------
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> Pick:
-        """Append the prompt with the full model, never under a plan; the pick after it."""
+    def prefill(self, prompt: Sequence[int], progress: Progress | None = None) -> Pick:
+        """Append what the cache lacks of the prompt with the full model, never under a plan; the
+        pick after it."""
         start = self._kept
+        tokens = prompt[start:]
 
         def done_so_far(done: int, total: int) -> None:
             # Whole slices survive an interrupt, so a repeated prompt continues there.
@@ -66,11 +70,30 @@ class Loop:
             progress(0, len(tokens))
         started = self.clock()
         try:
+            self.policy.begin(self.sampling, prompt)
             pick = self.backend.prefill(tokens, self.sampling, done_so_far)
         finally:
             self.stats.prompt_ms += 1000.0 * (self.clock() - started)
         self._kept = start + len(tokens)
         return pick
+
+    def propose(self, n_tokens: int) -> tuple[list[int], list[float]]:
+        """Up to n_tokens tokens that the policy proposes by itself, with its probabilities; none
+        where it does not. Nothing behind an end token."""
+        proposed: list[int] = []
+        confidences: list[float] = []
+        if self._proposer is None or n_tokens < 1:
+            return proposed, confidences
+        started = self.clock()
+        try:
+            for token, probability in self._proposer.propose(self.emitted, n_tokens)[:n_tokens]:
+                proposed.append(token)
+                confidences.append(probability)
+                if self.is_end(token):
+                    break
+        finally:
+            self.stats.draft_ms += 1000.0 * (self.clock() - started)
+        return proposed, confidences
 
     def draft(self, last: int, plan: Plan, n_tokens: int) -> tuple[list[int], list[float]]:
         """Draft up to n_tokens tokens after `last` under the plan, with their probabilities.
@@ -109,17 +132,18 @@ class Loop:
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(
-        self, tokens: Sequence[int], limit: int, progress: Progress | None = None
+        self, prompt: Sequence[int], limit: int, progress: Progress | None = None
     ) -> Iterator[TokenEvent]:
-        """Prefill `tokens` behind what is in the cache, then emit up to `limit` (>= 1) tokens.
+        """Prefill the prompt, then emit up to `limit` (>= 1) tokens. The cache holds the beginning
+        of the prompt, all of it but one token at most.
 
-        Cache positions up to n_past + len(tokens) + limit must exist. Raises what the backend
-        raises, but for CompleteError, which is an end; Interrupted and KeyboardInterrupt set the
-        finish reason. Time that the reader spends between two tokens is not counted.
+        Cache positions up to len(prompt) + limit must exist. Raises what backend and policy raise,
+        but for CompleteError, which is an end; Interrupted and KeyboardInterrupt set the finish
+        reason. Time that the reader spends between two tokens is not counted.
         """
         stats, backend = self.stats, self.backend
         try:
-            pick = self.prefill(tokens, progress)
+            pick = self.prefill(prompt, progress)
             stats.target_n = stats.cut_n = 1
             yield self._emit(pick, self._kept, drafted=False)
             while not self._finished(limit):
@@ -160,10 +184,10 @@ class Loop:
         stats, backend = self.stats, self.backend
         started = self.clock()
         draft_ms, verify_ms = stats.draft_ms, stats.verify_ms
-        drafted: list[int] = []
-        confidences: list[float] = []
-        draft, n_draft = self._draft_length(left)
-        if draft is not None and n_draft:
+        most = self._most_drafted(left)
+        drafted, confidences = self.propose(most)
+        draft = None if drafted else self.policy.draft(self._kept)
+        if draft is not None and (n_draft := min(draft.max_tokens, most)) > 0:
             drafted, confidences = self.draft(last, draft.plan, n_draft)
             if drafted:
                 stats.latest_draft = draft
@@ -217,19 +241,15 @@ class Loop:
             self.watch(times)
         return shown
 
-    def _draft_length(self, left: int) -> tuple[Draft | None, int]:
-        """How the next round drafts, and how many tokens at most; 0 means a plain step.
+    def _most_drafted(self, left: int) -> int:
+        """How many tokens the next round may draft; 0 means a plain step.
 
         A round emits up to one token more than it drafts, so `left` (which the context bounds too)
         allows left - 1; verification takes the last token along.
         """
-        draft = self.policy.draft(self._kept)
-        if draft is None:
-            return None, 0
         backend = self.backend
         positions = backend.n_ctx - backend.n_past
-        most = min(draft.max_tokens, left - 1, positions - 1, backend.max_verify_tokens - 1)
-        return draft, max(0, most)
+        return max(0, min(left - 1, positions - 1, backend.max_verify_tokens - 1))
 
     def _count_draft(self, drafted: int, verified: int, accepted: int) -> None:
         stats = self.stats

@@ -7,7 +7,7 @@ plan never changes within a round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..records import Draft, RoundTimes, Sampling
 from .guard import SpeedGuard
@@ -21,8 +21,11 @@ class Policy(Protocol):
         """Why speculation was given up in this answer, one line, or None."""
         ...
 
-    def begin(self, sampling: Sampling) -> None:
-        """A new answer begins, whose tokens are picked like this."""
+    def begin(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        """A new answer begins, to this whole prompt, whose tokens are picked like this.
+
+        Before the prompt is computed; the time counts as the prompt's.
+        """
         ...
 
     def spare(self, emitted: Sequence[int], position: int) -> None:
@@ -50,6 +53,27 @@ class Policy(Protocol):
         ...
 
 
+class Guess(NamedTuple):
+    """A token that may be next."""
+
+    token: int
+    probability: float  # how sure whoever guessed is, in 0..1
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """A policy that may also know the next tokens without running a part of the target."""
+
+    def propose(self, emitted: Sequence[int], most: int) -> Sequence[Guess]:
+        """Up to `most` (>= 1) tokens after the prompt and the `emitted` ones, for this round.
+
+        Asked before `draft`. None at all: `draft` decides as ever. The time counts as drafting.
+        The target verifies them like any draft, so what is proposed cannot change the text; tokens
+        have to be in the target's vocabulary.
+        """
+        ...
+
+
 class FixedPolicy:
     """The same plan in every round: up to max_tokens, stopping after a token less probable than
     min_probability, which is still verified (the paper's rule)."""
@@ -62,7 +86,7 @@ class FixedPolicy:
     def stopped(self) -> str | None:
         return None if self._guard is None else self._guard.stopped
 
-    def begin(self, sampling: Sampling) -> None:
+    def begin(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         if self._guard is not None:
             self._guard.begin()
 

@@ -194,7 +194,6 @@ class Session:
             self._recover()
             raise
         stats.cached_tokens = cached
-        policy.begin(sampling)
         loop = Loop(
             backend,
             sampling=sampling,
@@ -205,7 +204,7 @@ class Session:
             clock=self._clock,
         )
         try:
-            yield from loop.run(prompt[cached:], limit, progress)
+            yield from loop.run(prompt, limit, progress)
         except RollbackError:
             self._recover()
             raise

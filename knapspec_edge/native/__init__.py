@@ -25,6 +25,7 @@ __all__ = [
     "machine_key",
     "open_context",
     "open_model",
+    "prompt_lookup",
 ]
 
 
@@ -62,6 +63,18 @@ def open_context(model: Model, **settings: Any) -> LlamaBackend:
     from .context import LlamaBackend
 
     return LlamaBackend(model, **settings)
+
+
+def prompt_lookup(max_ngram: int, max_tokens: int) -> Callable[..., Any]:
+    """llama-cpp-python's LlamaPromptLookupDecoding: from the text, i32 [tokens], to an array of the
+    tokens it proposes. Loads the library; raises LibraryError."""
+    from .library import load
+
+    load()
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    found: Callable[..., Any] = LlamaPromptLookupDecoding(max_ngram, max_tokens)
+    return found
 
 
 def describe_device(backend: LlamaBackend) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from ..backend import Backend
-from ..config import POLICIES, Config
+from ..config import GENERATORS, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError, PlanError
 from ..latency.costs import Costs
@@ -22,7 +22,7 @@ from . import hidden_state
 from .candidates import candidate_plans, geometric_rate, verification_ms
 from .judged import Measured
 
-KNAPSPEC, PAPER = POLICIES
+KNAPSPEC, PAPER = GENERATORS
 
 # Full passes over the window that a search takes for each branch, on average: states die early and
 # half of the sublayers are cheap. For an estimate before it is run.

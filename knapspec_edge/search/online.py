@@ -107,7 +107,7 @@ class OnlinePlanner:
         """The plan in use; None: plain decoding."""
         return self._active
 
-    def begin(self, sampling: Sampling) -> None:
+    def begin(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         if sampling.law != self._sampling.law:
             # how sure a draft is means something else at another temperature
             self._drafted.clear()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
 from importlib import resources
 
 from ..errors import ModelError
+from .fitting import PLACEHOLDER, frame_lengths
 from .templates import ChatTemplate
 from .vocabulary import Vocabulary, tokenize_prompt
 
@@ -48,7 +48,7 @@ the weather is about to change. By evening the wind has come up from the west, t
 is going to be, and who will mend the net that tore on the rocks.
 """
 # Templates that write the date must not make a stored measurement look outdated tomorrow.
-_DATE = datetime(2024, 1, 1)
+FIXED_DATE = datetime(2024, 1, 1)
 QUESTION = "Retell this in your own words, then explain how the counting game works, step by step."
 # For any other text. Asks for prose and for reasons, so that answers do not end early.
 LONG_QUESTION = (
@@ -106,9 +106,7 @@ def long_calibration_tokens(
         return tokens[:n_tokens]
     # What every prompt of this format begins and ends with, the blank line before the question
     # included.
-    frame = _chat(template, f"Here it is.\n\n{LONG_QUESTION}")
-    head = _common(tokens, frame)
-    tail = _common(tokens[head:][::-1], frame[head:][::-1])
+    head, tail = frame_lengths(tokens, _chat(template, f"{PLACEHOLDER}\n\n{LONG_QUESTION}"))
     if head + tail > n_tokens:
         head = min(head, n_tokens // 2)
         tail = n_tokens - head
@@ -121,16 +119,10 @@ def _chat(template: ChatTemplate | None, content: str) -> list[int]:
     if template is None:
         return []
     try:
-        return template.apply([{"role": "user", "content": content}], now=_DATE).tokens
+        return template.apply([{"role": "user", "content": content}], now=FIXED_DATE).tokens
     except ModelError:
         return []  # the text without a template serves as well
 
 
 def _raw(vocabulary: Vocabulary, text: str) -> list[int]:
     return tokenize_prompt(vocabulary, text, parse_special=False)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from knapspec_edge import models
-from knapspec_edge.apps.bench import EXPLAINED_MARGIN, EXPLAINED_MARGIN_QUANTISED, PROMPTS
+from knapspec_edge.apps.bench.runner import EXPLAINED_MARGIN, EXPLAINED_MARGIN_QUANTISED
+from knapspec_edge.apps.bench.texts import QUESTIONS
 from knapspec_edge.decode.session import Session
 from knapspec_edge.errors import DownloadError
 from knapspec_edge.native import open_context, open_model
@@ -64,7 +65,7 @@ def prompts_of(context: Any) -> list[list[int]]:
     template = choose_template(context.model, None)
     assert template is not None
     return [
-        template.apply([{"role": "user", "content": text}]).tokens for text in PROMPTS[:N_PROMPTS]
+        template.apply([{"role": "user", "content": text}]).tokens for text in QUESTIONS[:N_PROMPTS]
     ]
 
 

@@ -11,8 +11,8 @@ import pytest
 from test_online import PROMPT, Bench
 
 from knapspec_edge.errors import ContextError, KnapspecError, NativeError
+from knapspec_edge.policies.knapspec_paper import PaperPolicy
 from knapspec_edge.records import GREEDY
-from knapspec_edge.search.paper import PaperPolicy
 
 
 @pytest.mark.parametrize(

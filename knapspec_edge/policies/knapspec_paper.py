@@ -17,12 +17,23 @@ from collections.abc import Sequence
 
 from ..backend import Backend
 from ..config import DEFAULTS, Config
-from ..decode.policy import FixedPolicy
-from ..errors import ContextError, NativeError
+from ..decode.policy import FixedPolicy, Policy
+from ..errors import ContextError, NativeError, PlanError
 from ..latency.costs import Costs
 from ..records import GREEDY, Draft, Plan, RoundTimes, Sampling
-from . import hidden_state
-from .throughput import expected_tokens_geometric, tokens_per_ms
+from ..search import hidden_state
+from ..search.throughput import expected_tokens_geometric, tokens_per_ms
+from .setting import Setting
+
+
+def create(setting: Setting) -> Policy:
+    """Raises PlanError for a model without branches, and without costs."""
+    refusal = setting.backend.refusal or setting.backend.branch_refusal
+    if refusal is not None:
+        raise PlanError(f"--policy knapspec-paper cannot be honoured: {refusal}")
+    if setting.costs is None:
+        raise PlanError("--policy knapspec-paper needs the measured costs of sublayers")
+    return PaperPolicy(setting.backend, setting.costs, setting.config)
 
 
 class PaperPolicy:
@@ -36,9 +47,9 @@ class PaperPolicy:
         self._config = config
         self._settings = hidden_state.Settings.paper(config)
         self.n_searches = 0
-        self.begin(GREEDY)
+        self.begin(GREEDY, ())
 
-    def begin(self, sampling: Sampling) -> None:
+    def begin(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         full = Plan.full(len(self._backend.sublayers))
         self._use(Draft(full, self._config.dp_paper_max_draft, self._config.draft_min_probability))
         self._round = 0
