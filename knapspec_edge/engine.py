@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from .search.settings import Candidate
 
 # Reports how far something slow is: (stage, share done in 0..1 or None if unknown).
-# Stages: "load" (the model), "measure" (this machine, once), "prompt" (prefill).
+# Stages: "load" (the model), "measure" (this machine, once), "search" (a policy's, once), "prompt"
+# (prefill).
 Progress = Callable[[str, float | None], None]
 
 # Rounds between two looks at whether the machine still behaves as it was measured.

@@ -36,6 +36,7 @@ _STAGES = {
     "profile": "measuring passes",
     "fidelity": "measuring what sublayers contribute",
     "certify": "comparing states of plans",
+    "search": "searching for a mask (once)",
     "prompt": "reading the prompt",
     "compare": "comparing, answer by answer",
     "check": "checking the file",

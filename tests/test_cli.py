@@ -318,6 +318,7 @@ def test_options_reach_the_engine_and_so_does_the_environment(
     invoke(
         "run", "hello", "--ctx", "99", "--threads", "3", "--gpu-layers", "7",
         "--kv-type", "q8_0", "--flash-attn", "on", "--template", "chatml",
+        "--policy", "draft-model", "--draft-model", "small.gguf",
     )  # fmt: skip
     expected = {
         "ctx": 99,
@@ -326,7 +327,8 @@ def test_options_reach_the_engine_and_so_does_the_environment(
         "kv_type": "q8_0",
         "flash_attn": "on",
         "spec": "off",
-        "policy": "knapspec",
+        "policy": "draft-model",
+        "draft_model": "small.gguf",
         "exact": "default",
         "template": "chatml",
         "needs_template": False,
