@@ -27,6 +27,9 @@ from .valuation import Prices, expected_rate, geometric_rate, verification_curve
 
 # Standard normal quantile of the bounds of an acceptance.
 _QUANTILE = 1.64
+# Kept at most: those of all plans of several buckets, so that a text that goes back and forth
+# across a border does not have them computed each time.
+_MOST_ESTIMATES = 1000
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class PlanBook:
             found = self._estimate(plan, bucket, context, correction)
             if found is None:
                 return None
-            if len(self._estimates) > 64:
+            if len(self._estimates) > _MOST_ESTIMATES:
                 self._estimates.clear()
             self._estimates[key] = found
         return self._estimates[key]
