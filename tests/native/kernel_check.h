@@ -45,6 +45,7 @@ struct Backend {
 
     // says whose kernels are checked: the library's, or those linked into the program in their place
     Backend() {
+        setvbuf(stdout, nullptr, _IOLBF, 1 << 12); // nothing is lost where a sanitizer ends the program
         Dl_info info;
         printf("kernels of %s\n", dladdr((void *) covers, &info) ? info.dli_fname : "?");
         ggml_cpu_init();
