@@ -261,7 +261,7 @@ def test_break_even_is_never_where_even_certain_drafts_lose():
     assert projection.break_even(costs, 512, 0.5 * costs.step_ms(512)) is None
 
 
-@pytest.mark.parametrize("half_alpha", [0.7, 0.95])
+@pytest.mark.parametrize("half_alpha", [0.75, 0.95])
 def test_the_best_plan_leaves_out_half_at_most_and_keeps_the_assumed_share(half_alpha):
     model = shape_model("1b")
     costs = projection.project(model, Roofline.of(50.0, 10.0, 10.0), [2048])
