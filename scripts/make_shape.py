@@ -79,11 +79,26 @@ class Shape:
             raise UsageError("--experts-used must be in 1..experts, and 0 without experts")
 
 
+_LLAMA_VOCABULARY, _QWEN_VOCABULARY = 128_256, 151_936
+_QWEN_CONTEXT = 40_960
+# From the config.json that each model is published with.
 SHAPES = {
-    # Llama 3.2 1B
-    "1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256, True),
-    # Llama 3.1 8B
-    "8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256, False),
+    # Llama 3.2 1B and 3B, Llama 3.1 8B and 70B
+    "1b": Shape(16, 2048, 8192, 32, 8, 64, _LLAMA_VOCABULARY, True),
+    "3b": Shape(28, 3072, 8192, 24, 8, 128, _LLAMA_VOCABULARY, True),
+    "8b": Shape(32, 4096, 14_336, 32, 8, 128, _LLAMA_VOCABULARY, False),
+    "70b": Shape(80, 8192, 28_672, 64, 8, 128, _LLAMA_VOCABULARY, False),
+    # Qwen3, without its norms of queries and keys (256 weights a layer)
+    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, _QWEN_VOCABULARY, True, context=_QWEN_CONTEXT),
+    "qwen3-1.7b": Shape(28, 2048, 6144, 16, 8, 128, _QWEN_VOCABULARY, True, context=_QWEN_CONTEXT),
+    "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, _QWEN_VOCABULARY, True, context=_QWEN_CONTEXT),
+    "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, _QWEN_VOCABULARY, False, context=_QWEN_CONTEXT),
+    "qwen3-14b": Shape(
+        40, 5120, 17_408, 40, 8, 128, _QWEN_VOCABULARY, False, context=_QWEN_CONTEXT
+    ),
+    "qwen3-32b": Shape(
+        64, 5120, 25_600, 64, 8, 128, _QWEN_VOCABULARY, False, context=_QWEN_CONTEXT
+    ),
     # 3.6 billion weights, 0.8 of them used for a token
     "moe": Shape(16, 2048, 1024, 32, 8, 64, 128_256, True, experts=32, experts_used=4),
     # the smallest that every type fits
@@ -186,8 +201,11 @@ def tensor_type(name: str, shape: Shape, file_type: str) -> str:
             return "Q4_K" if shared or shape.experts >= 4 else "Q2_K"
         if file_type == "Q4_K_M" and more_bits:
             return "Q6_K"
+        kind = principal
         if shared:
-            return {"IQ3_XXS": "Q4_K", "IQ4_XS": "Q5_K"}.get(file_type, principal)
+            kind = {"IQ3_XXS": "Q4_K", "IQ4_XS": "Q5_K"}.get(file_type, principal)
+        is_70b = not shape.experts and shape.layers == 80 and shape.heads != shape.kv_heads
+        return "Q5_K" if is_70b and kind == "Q4_K" else kind  # LLM_TYPE_70B
     elif part in ("attn_q", "attn_k") and file_type == "IQ3_XXS":
         return "IQ2_S"
     elif part == "attn_output":
