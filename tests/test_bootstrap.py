@@ -102,7 +102,7 @@ def test_tests_add_their_tools_to_an_existing_environment(setup):
     ran(setup)
     setup.set_up(tests=True)
     added = ran(setup)
-    assert "knapspec-edge[dask,dev,documents,plot]" in added
+    assert "knapspec-edge[dask,dev,documents,plot,policies]" in added
     assert "--editable" not in added
     setup.set_up(tests=False)
     assert ran(setup) == ""
