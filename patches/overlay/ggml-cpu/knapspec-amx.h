@@ -25,8 +25,8 @@ template <int t> KNAPSPEC_INLINE void tile_store(void * p) {
 template <int c, int a, int b> KNAPSPEC_INLINE void tile_dot() {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
 }
-KNAPSPEC_INLINE void tile_load_config (const void * p) { __asm__ volatile("ldtilecfg %X0" : : "m"(*(const char (*)[64]) p)); }
-KNAPSPEC_INLINE void tile_store_config(void * p)       { __asm__ volatile("sttilecfg %X0" : "=m"(*(char (*)[64]) p)); }
+KNAPSPEC_INLINE void tile_load_config (const void * p) { __asm__ volatile("ldtilecfg %0" : : "m"(*(const char (*)[64]) p)); }
+KNAPSPEC_INLINE void tile_store_config(void * p)       { __asm__ volatile("sttilecfg %0" : "=m"(*(char (*)[64]) p)); }
 #else
 template <int t> KNAPSPEC_INLINE void tile_zero()                           { _tile_zero(t); }
 template <int t> KNAPSPEC_INLINE void tile_load(const void * p, long stride) { _tile_loadd(t, p, stride); }
