@@ -24,7 +24,7 @@ from knapspec_edge.apps.bench.tasks import OwnPrompt
 from knapspec_edge.config import BENCH_TASKS
 from knapspec_edge.decode.policy import FixedPolicy
 from knapspec_edge.engine import Engine
-from knapspec_edge.errors import Interrupted, NativeError, PlanError, UsageError
+from knapspec_edge.errors import ContextError, Interrupted, NativeError, PlanError, UsageError
 from knapspec_edge.records import Draft, Plan, Sampling
 from knapspec_edge.search import plan_file
 
@@ -217,6 +217,9 @@ def test_names_are_read() -> None:
     assert parse_policies("plain,auto,x", ("plain", "x", "y")) == ("auto", "x")
     assert parse_policies("plain", ("plain", "x")) == ()
     assert parse_policies("all", ("plain", "x", "y")) == ("auto", "x", "y")
+    assert parse_policies("y, all", ("plain", "x", "y")) == ("auto", "x", "y")
+    assert not from_texts(policies="lookup, all").named
+    assert from_texts(policies="lookup").named
     with pytest.raises(
         UsageError, match="--policies 'fast': 'fast' is none of plain, auto, x, all"
     ):
@@ -238,8 +241,12 @@ def test_what_excludes_each_other_is_said(tmp_path: Path) -> None:
                 peers=[f"{peer}={python}"],
                 sampling=Sampling(temperature=0.7 if peer == "ik" else 0.0),
             )
+    plans = [tmp_path / folder / "a.json" for folder in ("x", "y")]
+    for plan in plans:
+        plan.parent.mkdir()
+        plan.write_text("{}")
     with pytest.raises(UsageError, match="two plan files are called a"):
-        from_texts(plans=["x/a.json", "y/a.json"])
+        from_texts(plans=[str(plan) for plan in plans])
     chosen = from_texts(policies="all")
     assert not chosen.named
     assert from_texts(policies="knapspec").named
@@ -288,6 +295,7 @@ def test_markdown_says_what_it_compares() -> None:
         in text
     )
     assert "| tg21 @ d256 | 10.00 ± 0.00 |" in text
+    assert ", 2 threads, flash attention auto" in text
     assert "* a note" in text
     assert "Not complete" not in text
     assert "Not complete" in forms.markdown(make_report([plain], complete=False))
@@ -493,6 +501,22 @@ def test_tasks_make_prompts_of_the_lengths_asked_for(engine: Engine, tmp_path: P
     ]
     assert all(r.prompt_tokens == r.context for r in report.runs)
     assert [s["context"] for s in report.prompt_speeds] == [450, 900]
+
+
+def test_a_length_that_does_not_fit_is_said_before_anything_is_measured(
+    engine: Engine, tmp_path: Path
+) -> None:
+    engine = scripted_engine(n_ctx=1000)
+    rows: list[Any] = []
+    chosen = options(
+        engine, tmp_path, prompts=(), plans=(), tasks=("chat",), contexts=(450, 960), max_tokens=40
+    )
+    runner._Comparison(engine, chosen, None, None, rows.append).prompts()  # 1000: just fits
+    chosen = replace(chosen, max_tokens=41)
+    said = "prompts of 960 tokens and answers of 41 .* context of 1001, and it has 1000: raise"
+    with pytest.raises(ContextError, match=said):
+        list(runner.run(engine, chosen, sink=rows.append))
+    assert not rows
 
 
 def test_resuming_measures_what_is_missing(engine: Engine, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_without_the_optimiser_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bayes_opt", None)
     for name in sorted(OPTIONAL):
-        with pytest.raises(PlanError, match=rf"--policy {name} needs .*knapspec-edge\[policies\]"):
+        with pytest.raises(PlanError, match=rf"the policy {name} needs .*knapspec-edge\[policies\]"):
             policies.create(name, setting_of(Bench()))
 
 

@@ -27,7 +27,7 @@ class MaskOptimizer:
             from threadpoolctl import threadpool_limits  # what bayes_opt computes with needs it
         except ImportError:
             raise PlanError(
-                f"--policy {name} needs an optimiser: pip install 'knapspec-edge[policies]'"
+                f"the policy {name} needs an optimiser: pip install 'knapspec-edge[policies]'"
             ) from None
 
         class QuickBound(acquisition.UpperConfidenceBound):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from .tasks import OwnPrompt, parse_contexts, read_prompts
 
 AUTO = "auto"  # the default policy as `--spec auto` has it
 FORCED = "knapspec"  # the same, never turning to plain decoding
+DRAFT_MODEL = "draft-model"
 
 ALL = "all"
 DEFAULT_POLICIES = (AUTO, FORCED)
@@ -56,6 +57,14 @@ class Options:
             raise UsageError(
                 f"{self.peers[0].given}: other builds draw other random numbers, so that they are "
                 "compared greedily; leave --temp and --preset away"
+            )
+        drafts = DRAFT_MODEL in self.policies
+        if drafts and self.named and self.draft_model is None:
+            raise UsageError(f"--policies {DRAFT_MODEL} needs --draft-model MODEL, a small one")
+        if self.draft_model is not None and not drafts:
+            raise UsageError(
+                f"--draft-model is for the policy {DRAFT_MODEL}: add that to --policies, or leave "
+                "--draft-model away"
             )
         own = {PLAIN, *self.policies, *(f"plan {stem}" for stem in stems)}
         for peer in self.peers:
@@ -102,16 +111,19 @@ def sampling_json(sampling: Sampling) -> dict[str, Any]:
 
 
 def parse_names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """The names of "a,b,c" in their order, all of them for "all". Raises UsageError."""
-    names = [name.strip() for name in text.split(",")]
-    if names == [ALL]:
-        return tuple(known)
+    """The names of "a,b,c" in their order, all of them where "all" is among them. Raises
+    UsageError."""
+    names = _split(text)
     for name in names:
-        if name not in known:
+        if name not in (*known, ALL):
             raise UsageError(
                 f"{option} {ascii(text)}: {ascii(name)} is none of {', '.join((*known, ALL))}"
             )
-    return tuple(dict.fromkeys(names))
+    return tuple(known) if ALL in names else tuple(dict.fromkeys(names))
+
+
+def _split(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def parse_policies(text: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -119,6 +131,13 @@ def parse_policies(text: str, names: Sequence[str]) -> tuple[str, ...]:
     named. Raises UsageError."""
     known = (PLAIN, AUTO, *(name for name in names if name != PLAIN))
     return tuple(n for n in parse_names(text, known, "--policies") if n != PLAIN)
+
+
+def _plan_file(text: str) -> Path:
+    path = expanded(text)
+    if not os.path.isfile(path):  # False for what is no path at all, too
+        raise UsageError(f"--plan {text}: there is no such file; `plan --save` writes one")
+    return path
 
 
 def from_texts(
@@ -146,14 +165,14 @@ def from_texts(
     chosen = DEFAULT_POLICIES if policies is None else parse_policies(policies, NAMES)
     return Options(
         policies=chosen,
-        named=policies is not None and policies.strip() != ALL,
+        named=policies is not None and ALL not in _split(policies),
         tasks=BENCH_TASKS if tasks is None else parse_names(tasks, BENCH_TASKS, "--tasks"),
         contexts=DEFAULT_CONTEXTS if contexts is None else parse_contexts(contexts),
         prompts=() if prompts is None else read_prompts(expanded(prompts)),
         repeats=repeats,
         max_tokens=max_tokens,
         cooldown_seconds=cooldown,
-        plans=tuple(expanded(plan) for plan in plans),
+        plans=tuple(_plan_file(plan) for plan in plans),
         draft_model=None if draft_model is None else expanded(draft_model),
         peers=tuple(parse_all(peers, unpatched)),
         sampling=sampling or Sampling(),

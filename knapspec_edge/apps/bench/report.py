@@ -161,7 +161,7 @@ def _opening(report: Report) -> str:
     prompts = len({(r.task, r.prompt, r.context) for r in report.runs})
     return (
         f"Model {clean(str(e['model']))} ({e['model_type']}), {', '.join(e['devices'])}, "
-        f"{settings['threads']} threads, flash attention {settings['flash_attn']}, "
+        f"{counted(settings['threads'], 'thread')}, flash attention {settings['flash_attn']}, "
         f"{settings['kv_type']} keys and values; {how}, up to {o['max_tokens']} tokens, "
         f"{counted(prompts, 'prompt')}. Library {str(e.get('library_digest'))[:12]}, model "
         f"{str(e.get('model_fingerprint'))[:12]}, Python {e.get('python')}."

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from ... import __version__
 from ...decode.policy import FixedPolicy, Policy
-from ...errors import Interrupted, KnapspecError
+from ...errors import ContextError, Interrupted, KnapspecError
 from ...policies import describe
 from ..jsonl import Record
 from ..peers import Peer, Source
@@ -182,6 +182,13 @@ class _Comparison:
                 for repeat in range(options.repeats)
                 for own in options.prompts
             ]
+        longest = max(options.contexts)
+        if longest > room:  # said before anything is measured
+            raise ContextError(
+                f"prompts of {longest} tokens and answers of {options.max_tokens} need a context "
+                f"of {longest + options.max_tokens}, and it has {engine.n_ctx}: raise --ctx, or "
+                "lower --contexts or --max-tokens"
+            )
         return [
             build(engine.vocabulary, template, task, n_tokens, repeat)
             for n_tokens in options.contexts

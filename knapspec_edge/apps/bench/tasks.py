@@ -311,12 +311,12 @@ def _own_prompt(line: str, where: str, number: int) -> OwnPrompt:
     name, task = record.get("name", f"prompt-{number}"), record.get("task", _OWN_TASK)
     for key, value in (("name", name), ("task", task)):
         if not isinstance(value, str) or not value.strip():
-            raise UsageError(f"{where}: {key} has to be a text")
+            raise UsageError(f"{where}: {key} has to be a text that is not empty")
     if ("prompt" in record) == ("messages" in record):
         raise UsageError(f"{where}: give either prompt or messages")
     prompt, messages = record.get("prompt"), record.get("messages", [])
     if "prompt" in record and (not isinstance(prompt, str) or not prompt):
-        raise UsageError(f"{where}: prompt has to be a text")
+        raise UsageError(f"{where}: prompt has to be a text that is not empty")
     if "messages" in record and not (
         isinstance(messages, list) and messages and all(map(_is_message, messages))
     ):
