@@ -215,7 +215,8 @@ def test_without_the_optimiser_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bayes_opt", None)
     for name in sorted(OPTIONAL):
-        with pytest.raises(PlanError, match=rf"the policy {name} needs .*knapspec-edge\[policies\]"):
+        said = rf"the policy {name} needs .*knapspec-edge\[policies\]"
+        with pytest.raises(PlanError, match=said):
             policies.create(name, setting_of(Bench()))
 
 
