@@ -568,9 +568,9 @@ def bench(
         terminal.text(report.csv_table(found))
     elif form == "md":
         terminal.text(report.markdown(found) + "\n")
-    else:
-        for note in found.notes:
-            terminal.notice(note)
+    if form in ("csv", "jsonl"):  # figures alone
+        for remark in report.remarks(found):
+            terminal.notice(remark)
     if folder is not None:
         from .apps.plots.bench import write
 

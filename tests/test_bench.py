@@ -299,6 +299,8 @@ def test_markdown_says_what_it_compares() -> None:
     assert "* a note" in text
     assert "Not complete" not in text
     assert "Not complete" in forms.markdown(make_report([plain], complete=False))
+    said = forms.remarks(make_report([plain], complete=False))
+    assert said == ["a note", "Not complete: the figures are of the rows that were finished."]
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| 256")}
     assert widths == {12}
 

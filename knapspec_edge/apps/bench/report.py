@@ -147,10 +147,16 @@ def markdown(report: Report) -> str:
             f"* {counted(short, 'answer')} with at most {LEAST_TIMED_TOKENS} tokens: compared, not "
             "timed"
         )
-    lines += [f"* {' '.join(note.split())}" for note in report.notes]
-    if not report.complete:
-        lines.append("* Not complete: the figures are of the rows that were finished.")
+    lines += [f"* {note}" for note in remarks(report)]
     return "\n".join(lines)
+
+
+def remarks(report: Report) -> list[str]:
+    """What a reader has to know beside the figures, a line each."""
+    found = [" ".join(note.split()) for note in report.notes]
+    if not report.complete:
+        found.append("Not complete: the figures are of the rows that were finished.")
+    return found
 
 
 def _opening(report: Report) -> str:
