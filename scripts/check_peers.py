@@ -29,6 +29,7 @@ import _measuring as measuring  # noqa: E402
 import _sides as sides  # noqa: E402
 
 from knapspec_edge.apps import peers  # noqa: E402
+from knapspec_edge.apps.bench.rows import quartiles  # noqa: E402
 from knapspec_edge.errors import UsageError  # noqa: E402
 from knapspec_edge.native.context import FLASH_ATTN  # noqa: E402
 from knapspec_edge.terminal import Terminal  # noqa: E402
@@ -52,11 +53,6 @@ class Times:
         """Median of the ratios to the single token of the same round."""
         pairs = zip(self.ms[width], self.ms[1], strict=True)
         return statistics.median(wide / one for wide, one in pairs)
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def measured(

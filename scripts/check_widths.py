@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import _measuring as measuring  # noqa: E402
 import gguf  # noqa: E402
 
+from knapspec_edge.apps.bench.rows import quartiles  # noqa: E402
 from knapspec_edge.errors import UsageError  # noqa: E402
 from knapspec_edge.native import library  # noqa: E402
 from knapspec_edge.native.threads import default_threads  # noqa: E402
@@ -63,7 +64,7 @@ def timed(sides: dict[str, dict[int, Pass]], rounds: int) -> dict[str, dict[int,
 def cells(times: dict[int, list[float]]) -> list[str]:
     """Milliseconds of one token with quartiles, then every width in such steps."""
     ones = times[1]
-    low, middle, high = statistics.quantiles(ones, n=4, method="inclusive")
+    low, middle, high = quartiles(ones)
     line = [f"{middle:.4g} ({low:.4g}-{high:.4g})"]
     for width, values in times.items():
         if width > 1:
@@ -138,14 +139,14 @@ def product_sides(
 
     def copies_in(buffer: str) -> list[Weights]:
         return [
-            stack.enter_context(_closing(Weights(cpu, kind, blocks, columns, buffer)))
+            stack.enter_context(closing(Weights(cpu, kind, blocks, columns, buffer)))
             for _ in range(copies)
         ]
 
     # as a loader does: the first buffer type that takes the weight
     for buffer in [*(b for b in cpu.buffer_types if b != "plain"), "plain"]:
         try:
-            with _closing(Weights(cpu, kind, None, columns, buffer, rows)) as probe:
+            with closing(Weights(cpu, kind, None, columns, buffer, rows)) as probe:
                 if not cpu.supports(probe):
                     continue
         except KeyError:
@@ -166,14 +167,6 @@ def product_sides(
             passes[width] = compute
         sides[name] = passes
     return sides, copies
-
-
-@contextmanager
-def _closing(weights: Weights) -> Iterator[Weights]:
-    try:
-        yield weights
-    finally:
-        weights.close()
 
 
 def report(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

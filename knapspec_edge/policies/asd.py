@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..records import Kind, Plan, RoundTimes, Sampling
 from ..search.hidden_state import Reference, mean_cosine, movable_indices
 from .controller import ThresholdController
-from .masked import StateMasked, check_branches, layers
+from .masked import StateMasked, check_branches, layers, most_valued
 from .setting import Setting
 
 
@@ -37,8 +37,7 @@ def create(setting: Setting) -> Policy:
 
 def most_similar(cosines: Mapping[int, float], share: float) -> list[int]:
     """The sublayers of the highest cosine, as many as this share of all; the earlier of equals."""
-    ranked = sorted(cosines, key=lambda i: (-cosines[i], i))
-    return sorted(ranked[: round(share * len(ranked))])
+    return most_valued(list(cosines), list(cosines.values()), round(share * len(cosines)))
 
 
 class AttentionSimilarity(StateMasked):

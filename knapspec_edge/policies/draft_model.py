@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from .. import gguf_check, models, native
@@ -20,8 +19,10 @@ from ..decode.policy import Guess, Policy
 from ..decode.rollback import rewind
 from ..errors import ModelError, NoTokenError, PlanError, UsageError
 from ..records import GREEDY, Pick, Sampling
+from ..text.fitting import common_length
 from ..text.vocabulary import Vocabulary
-from .lookup import Proposing, check_rollback
+from .lookup import Proposing
+from .masked import check_sublayers
 from .setting import Setting
 
 # llama.cpp's: vocabularies of one family may be padded differently
@@ -34,7 +35,7 @@ def create(setting: Setting) -> Policy:
     Raises UsageError without one, PlanError for a model whose cache cannot be cut back, ModelError
     for a file that is no such model or has another vocabulary, ContextError.
     """
-    check_rollback("draft-model", setting)
+    check_sublayers("draft-model", setting)
     if setting.draft_model is None or setting.vocabulary is None:
         raise UsageError("--policy draft-model needs --draft-model MODEL, a small one")
     info = gguf_check.inspect(models.resolve(setting.draft_model))
@@ -116,7 +117,7 @@ class DraftModel(Proposing):
         # probabilities are not asked of a draft
         self._sampling = replace(sampling, n_probs=None)
         self._n_prompt, self._n_answer = len(prompt), 0
-        shared = _shared(self._ids, prompt[:-1])
+        shared = common_length(self._ids, prompt[:-1])
         self._cut(shared)
         backend = self._backend
         with _interruptible(backend):
@@ -131,7 +132,7 @@ class DraftModel(Proposing):
         backend, sampling = self._backend, self._sampling
         # the last token has to be computed for the pick after it
         known = self._n_answer
-        known += _shared(self._ids[self._n_prompt + known :], emitted[known:-1])
+        known += common_length(self._ids[self._n_prompt + known :], emitted[known:-1])
         self._cut(self._n_prompt + known)
         self._n_answer = known
         guesses: list[Guess] = []
@@ -164,12 +165,6 @@ class DraftModel(Proposing):
     def _cut(self, n_tokens: int) -> None:
         rewind(self._backend, n_tokens)
         del self._ids[n_tokens:]
-
-
-def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    pairs = zip(ours, theirs, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _interruptible(backend: Backend) -> AbstractContextManager[Any]:

@@ -23,14 +23,13 @@ from ..latency.costs import Costs
 from ..records import GREEDY, Draft, Plan, RoundTimes, Sampling
 from ..search import hidden_state
 from ..search.throughput import expected_tokens_geometric, tokens_per_ms
+from .masked import check_branches
 from .setting import Setting
 
 
 def create(setting: Setting) -> Policy:
     """Raises PlanError for a model without branches, and without costs."""
-    refusal = setting.backend.refusal or setting.backend.branch_refusal
-    if refusal is not None:
-        raise PlanError(f"--policy knapspec-paper cannot be honoured: {refusal}")
+    check_branches("knapspec-paper", setting)
     if setting.costs is None:
         raise PlanError("--policy knapspec-paper needs the measured costs of sublayers")
     return PaperPolicy(setting.backend, setting.costs, setting.config)

@@ -10,21 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..decode.policy import Guess, Policy
-from ..errors import PlanError
 from ..records import Draft, RoundTimes, Sampling
+from .masked import check_sublayers
 from .setting import Setting
 
 
 def create(setting: Setting) -> Policy:
     """Raises PlanError for a model whose cache cannot be cut back to what was accepted."""
-    check_rollback("lookup", setting)
+    check_sublayers("lookup", setting)
     config = setting.config
     return PromptLookup(config.lookup_min_ngram, config.lookup_max_ngram, config.lookup_max_draft)
-
-
-def check_rollback(name: str, setting: Setting) -> None:
-    if setting.backend.refusal is not None:
-        raise PlanError(f"--policy {name} cannot be honoured: {setting.backend.refusal}")
 
 
 class NgramIndex:

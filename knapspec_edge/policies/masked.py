@@ -91,9 +91,16 @@ def check_branches(name: str, setting: Setting) -> None:
 
 
 def check_sublayers(name: str, setting: Setting) -> None:
-    """Raises PlanError where sublayers cannot be left out."""
+    """Raises PlanError for a model that cannot speculate: its sublayers are not recognised, or its
+    cache cannot be cut back to what was accepted."""
     if setting.backend.refusal is not None:
         raise PlanError(f"--policy {name} cannot be honoured: {setting.backend.refusal}")
+
+
+def most_valued(items: Sequence[int], values: Sequence[float], n: int) -> list[int]:
+    """The n items of the highest values; the earlier of equals."""
+    ranked = sorted(zip(items, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return sorted(item for item, _ in ranked[:n])
 
 
 def layers(sublayers: Sequence[SubLayer]) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from ..records import GREEDY, Plan, Sampling
 from ..search.acceptance import judge_beside
 from ..search.hidden_state import movable_indices
 from .bayesian import MaskOptimizer
-from .masked import Masked, check_sublayers, layers
+from .masked import Masked, check_sublayers, layers, most_valued
 from .setting import Setting
 
 
@@ -39,12 +39,6 @@ def create(setting: Setting) -> Policy:
 def every_second_layer(layers: Sequence[Sequence[int]]) -> list[int]:
     """The sublayers of the second, fourth, ... layer, without the last."""
     return [i for indices in layers[1:-1:2] for i in indices]
-
-
-def most_valued(items: Sequence[int], values: Sequence[float], n: int) -> list[int]:
-    """The n items of the highest values; the earlier of equals."""
-    ranked = sorted(zip(items, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return sorted(item for item, _ in ranked[:n])
 
 
 class Swift(Masked):

@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from ...closing import Closing
 from ..jsonl import Record, RecordFile
 from .rows import PLAIN, Run
 
@@ -37,7 +37,7 @@ def key_of(run: Run) -> Key:
     return (run.side, run.task, run.prompt, run.context, run.repeat)
 
 
-class Rows:
+class Rows(Closing):
     """Where rows go: into the file, if there is one, and to whoever wants to see them."""
 
     def __init__(
@@ -55,15 +55,7 @@ class Rows:
         self._file = None if path is None else RecordFile(path, "side", option="--resume")
         self._path = path
 
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
