@@ -36,6 +36,14 @@ KNAPSPEC_INLINE void tile_load_config (const void * p) { _tile_loadconfig(p); }
 KNAPSPEC_INLINE void tile_store_config(void * p)       { _tile_storeconfig(p); }
 #endif
 
+// What tile_a holds times the weights at b, to `sums`, in registers of pair i
+template <int i> KNAPSPEC_INLINE void tile_product(const void * b, void * sums) {
+    tile_load<tile_b + i>(b, 64);
+    tile_zero<tile_c + i>();
+    tile_dot<tile_c + i, tile_a, tile_b + i>();
+    tile_store<tile_c + i>(sums);
+}
+
 // The shape of the tiles of this thread while it lives. Upstream configures a thread once and relies on it: what was there
 // comes back.
 class tile_shapes {

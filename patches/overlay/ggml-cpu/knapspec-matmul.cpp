@@ -191,15 +191,9 @@ template <class W, int n_columns, int n_tiles> struct amx_kernel_32 {
                     m[t] = extra;
                 }
                 if (t == 0) {
-                    tile_load<tile_b>(b, 64);
-                    tile_zero<tile_c>();
-                    tile_dot<tile_c, tile_a, tile_b>();
-                    tile_store<tile_c>(sums[t]);
+                    tile_product<0>(b, sums[t]);
                 } else {
-                    tile_load<tile_b + 1>(b, 64);
-                    tile_zero<tile_c + 1>();
-                    tile_dot<tile_c + 1, tile_a, tile_b + 1>();
-                    tile_store<tile_c + 1>(sums[t]);
+                    tile_product<1>(b, sums[t]);
                 }
             }
             KNAPSPEC_UNROLL for (int t = 0; t < n_tiles; t++) {
@@ -265,10 +259,7 @@ template <class W, int n_columns, int> struct amx_kernel_256 {
             }
             for (int g = 0; g < n_groups; g++) {
                 tile_load<tile_a>(x + W::group*g, 256);
-                tile_load<tile_b>(bytes[g], 64);
-                tile_zero<tile_c>();
-                tile_dot<tile_c, tile_a, tile_b>();
-                tile_store<tile_c>(sums[g & 1]);
+                tile_product<0>(bytes[g], sums[g & 1]);
                 const vfloat s = load_f(scales[g]);
                 KNAPSPEC_UNROLL for (int c = 0; c < n_columns; c++) {
                     sum[c] = fma(s, to_float(load_i(sums[g & 1] + c*n_lanes)), sum[c]);
