@@ -33,14 +33,7 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import (
-    BENCH_TASKS,
-    CTX_TOKENS_MAX,
-    DEFAULTS,
-    GENERATORS,
-    OVERFLOWS,
-    without_windows,
-)
+from .config import BENCH_TASKS, CTX_TOKENS_MAX, DEFAULTS, GENERATORS, OVERFLOWS
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 from .folders import expanded, read_at_most
 from .native.giving_up import on_abort
@@ -766,10 +759,10 @@ def plan(
                 template=options["template"],
                 policy=policy,
                 certify=certify,
+                windows=windows,
             ),
             terminal.progress,
             warn=terminal.warning,
-            config=app.ASKED if windows else without_windows(app.ASKED),
         )
     finally:
         terminal.clear_progress()

@@ -86,11 +86,11 @@ def test_without_a_model_it_is_the_demo(planned: Planned) -> None:
 def test_options_reach_the_planner(planned: Planned) -> None:
     arguments = (
         "m.gguf --at 3000 --ctx 8192 --budget 12.5 --threads 3 --gpu-layers 7 --kv-type q8_0 "
-        "--flash-attn on --template chatml --policy knapspec --certify"
+        "--flash-attn on --template chatml --policy knapspec --certify --no-windows"
     )
     assert invoke(*arguments.split()).exit_code == 0
     assert planned.calls[-1][1] == Options(
-        3000, 8192, 12.5, 3, 7, "q8_0", "on", "chatml", "knapspec", True
+        3000, 8192, 12.5, 3, 7, "q8_0", "on", "chatml", "knapspec", True, False
     )
 
 

@@ -448,3 +448,10 @@ class TestDecision:
         config = replace(planner.at_context(DEFAULTS, AT), dp_measure_share=0.0)
         decision = planner.decide(backend, "toy", CALIBRATION, config, None, clock=backend.clock)
         assert not any(f.judgement.plan.windowed for f in decision.finalists)
+
+
+def test_the_switch_reaches_the_engine() -> None:
+    from knapspec_edge.cli_open import engine_options
+
+    assert "config" not in engine_options({"spec": "auto", "windows": True})
+    assert engine_options({"windows": False})["config"].window_tokens == ()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..config import DEFAULTS, Config
+from ..config import DEFAULTS, Config, without_windows
 from ..engine import Engine, Progress
 from ..errors import ModelError, PlanError, UsageError
 from ..search import plan_file, planner
@@ -36,6 +36,7 @@ class Options:
     template: str | None = None
     policy: str = "knapspec"
     certify: bool = False
+    windows: bool = True  # attention may be windowed in drafts
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def run(
     from .. import gguf_check, gguf_head
 
     started = time.monotonic()
+    if not options.windows:
+        config = without_windows(config)
     at_tokens = options.at_tokens or config.expected_context_tokens
     info = gguf_check.inspect(Path(model_path))
     # what cannot be certified is said before anything is measured
