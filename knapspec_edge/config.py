@@ -36,6 +36,10 @@ class Config:
     # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
     kept_graphs: int = 6
 
+    # Where a draft skips a sublayer it adds the mean of what that added to the latest tokens. One
+    # verification in so many is looked at for these means; 0: skipped sublayers add nothing.
+    repair_interval: int = 1
+
     # Cells of the cache beyond the context, for passes beside the text that judge plans.
     beside_tokens: int = 128
 

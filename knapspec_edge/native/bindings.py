@@ -134,6 +134,10 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_learned_positions": (_i32, [_p]),
     # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
     "knapspec_set_plan": (_i32, [_p, _i32s, _i32]),
+    # void knapspec_set_repair(struct llama_context * ctx, int32_t interval);
+    "knapspec_set_repair": (None, [_p, _i32]),
+    # int64_t knapspec_get_repair(struct llama_context * ctx, float * out);
+    "knapspec_get_repair": (ctypes.c_int64, [_p, _f32s]),
     # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
     "knapspec_keep_graphs": (None, [_p, _i32]),
     # void knapspec_get_graph_stats(struct llama_context * ctx,

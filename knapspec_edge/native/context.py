@@ -150,6 +150,7 @@ class LlamaBackend(Closing):
         flash_attn: str = "auto",
         max_verify_tokens: int = DEFAULTS.max_verify_tokens,
         kept_graphs: int = DEFAULTS.kept_graphs,
+        repair_interval: int = DEFAULTS.repair_interval,
         beside_tokens: int = DEFAULTS.beside_tokens,
     ) -> None:
         """Raises UsageError for a bad setting, ContextError if the context cannot be created."""
@@ -232,6 +233,8 @@ class LlamaBackend(Closing):
         self._plan: Plan | None = None
         self._window = model.n_swa
         self._read_sublayers()
+        if self._sublayers:
+            self._lib.knapspec_set_repair(self._pointer, repair_interval)
         positions = self._lib.knapspec_learned_positions(self._pointer)
         if 0 < positions < ctx_tokens:
             self.close()
@@ -676,6 +679,15 @@ class LlamaBackend(Closing):
             base = self._llama.llama_get_logits(self.pointer)
             rows = np.ctypeslib.as_array(base, shape=(self._last_rows, self.n_vocab))
             return np.array(rows[index], dtype=np.float32)
+
+    def repairs(self) -> tuple[int, NDArray[np.float32]]:
+        """How many tokens of verified text have been seen, and what drafts add where they skip a
+        sublayer once these are enough: f32 [sublayers, hidden], zero where nothing is added."""
+        vectors = np.zeros((len(self._sublayers), self._n_hidden), dtype=np.float32)
+        with self._alone():
+            if not self._sublayers:
+                return 0, vectors
+            return int(self._lib.knapspec_get_repair(self.pointer, _floats(vectors))), vectors
 
     # interruption
 

@@ -12,7 +12,9 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cmath>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -20,6 +22,10 @@ namespace {
 
 // Wider batches are prompt processing: built once per prompt slice, not worth a scheduler of their own.
 constexpr uint32_t MAX_KEPT_TOKENS = 64;
+
+// Tokens whose updates make a mean worth adding, and those that it remembers.
+constexpr int64_t REPAIR_LEAST_TOKENS  = 8;
+constexpr int64_t REPAIR_MEMORY_TOKENS = 64;
 
 std::atomic<knapspec_context *> sigint_target{ nullptr };
 
@@ -121,6 +127,7 @@ std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32
     slot->n_tokens  = n_tokens;
     slot->n_outputs = n_outputs;
     slot->capturing = capturing;
+    slot->repaired  = repairs();
     slot->sched.reset(ggml_backend_sched_new(
             ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
             ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
@@ -129,7 +136,8 @@ std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32
 
 knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uint32_t n_outputs) {
     const auto serves = [&](const graph_slot & slot) {
-        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.capturing == capturing && slot.plan == plan;
+        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.capturing == capturing && slot.repaired == repairs() &&
+               slot.plan == plan;
     };
     if (is_beside) {
         if (!aside || !serves(*aside)) {
@@ -190,7 +198,8 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             LLAMA_LOG_ERROR("%s: the plan has %zu sublayers, this graph %zu %s\n", __func__, found.size(), items.size(), reason.c_str());
             return false;
         }
-        if (!plan.empty() && !knapspec_prune(res, items, plan, reason)) {
+        static const std::vector<ggml_tensor *> none;
+        if (!plan.empty() && !knapspec_prune(res, items, plan, repairs() ? repair.vectors : none, reason)) {
             LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
             return false;
         }
@@ -198,7 +207,7 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             auto & captured = current->captured;
             captured.clear();
             for (size_t i = 0; i < items.size(); ++i) {
-                const bool skipped = !plan.empty() && plan[i] == KNAPSPEC_MODE_SKIP;
+                const bool skipped = !plan.empty() && plan[i] == KNAPSPEC_MODE_SKIP && !(repairs() && repair.vectors[i]);
                 // what stands for a skipped addition: the one before it, where nothing but rows lies in between
                 ggml_tensor * t = !skipped ? items[i].add : i > 0 ? captured[i - 1] : items[i].residual;
                 ggml_set_output(t);
@@ -248,6 +257,7 @@ void knapspec_context::analyse() {
         why_not = "its graph could not be built for inspection";
         found.clear();
         found_traits.clear();
+        repair.repairable.clear();
     }
     if (found.empty()) {
         why_no_branches = why_not.empty() ? "its sublayers are not recognised" : why_not;
@@ -264,6 +274,7 @@ void knapspec_context::before_split(const llm_graph_result & res) {
     for (const knapspec_item & item : items) {
         found.push_back(item.info);
         found_traits.push_back(item.traits);
+        repair.repairable.push_back(knapspec_repairable(items, repair.repairable.size()));
         n_stream = item.add->ne[0];
     }
     why_no_branches = find_branch_refusal(res, items);
@@ -322,22 +333,23 @@ int32_t knapspec_context::capture(bool enable) {
 }
 
 int32_t knapspec_context::captured(float * out, int32_t n_tokens) {
-    const graph_slot * slot = current;
-    const int64_t size = (int64_t) n_stream*n_tokens;
-    bool valid = slot && slot->capturing && slot->captured.size() == found.size() && (int32_t) slot->n_tokens == n_tokens;
-    for (size_t i = 0; valid && i < slot->captured.size(); ++i) {
-        const ggml_tensor * t = slot->captured[i];
-        valid = t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && ggml_nelements(t) == size;
-    }
-    if (!valid) {
+    if (!has_captured(n_tokens)) {
         LLAMA_LOG_ERROR("%s: the latest pass kept no states of %d tokens\n", __func__, n_tokens);
         return KNAPSPEC_BAD_ARGUMENT;
     }
     ctx.synchronize();
-    for (size_t i = 0; i < slot->captured.size(); ++i) {
-        ggml_backend_tensor_get(slot->captured[i], out + i*size, 0, size*sizeof(float));
+    const int64_t size = (int64_t) n_stream*n_tokens;
+    for (size_t i = 0; i < current->captured.size(); ++i) {
+        ggml_backend_tensor_get(current->captured[i], out + i*size, 0, size*sizeof(float));
     }
     return KNAPSPEC_OK;
+}
+
+bool knapspec_context::has_captured(int32_t n_tokens) const {
+    return current && current->capturing && current->captured.size() == found.size() && (int32_t) current->n_tokens == n_tokens &&
+           std::all_of(current->captured.begin(), current->captured.end(), [&](const ggml_tensor * t) {
+               return t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && ggml_nelements(t) == (int64_t) n_stream*n_tokens;
+           });
 }
 
 int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
@@ -364,6 +376,87 @@ int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
         plan.assign(modes, modes + n);
     }
     return KNAPSPEC_OK;
+}
+
+//
+// repair
+//
+
+bool knapspec_context::repairs() const {
+    return !plan.empty() && repair.interval > 0 && repair.n_tokens >= REPAIR_LEAST_TOKENS;
+}
+
+void knapspec_context::set_repair(int32_t interval) {
+    analyse();
+    repair.interval = found.empty() ? 0 : std::max(0, interval);
+    repair.n_passes = 0;
+    repair.n_tokens = 0;
+    repair.means.assign(found.size()*n_stream, 0.0f);
+    if (repair.interval > 0 && repair.vectors.empty() && !make_repairs()) {
+        LLAMA_LOG_ERROR("%s: there is no memory for the vectors\n", __func__);
+        repair.interval = 0;
+        repair.vectors.clear();
+    }
+}
+
+bool knapspec_context::make_repairs() {
+    // each beside the weights of its layer
+    std::map<ggml_backend_buffer_type_t, std::vector<size_t>> by_device;
+    for (size_t i = 0; i < found.size(); ++i) {
+        if (repair.repairable[i]) {
+            ggml_backend_dev_t device = ctx.get_model().dev_layer(found[i].layer);
+            by_device[ggml_backend_dev_buffer_type(device)].push_back(i);
+        }
+    }
+    repair.vectors.assign(found.size(), nullptr);
+    for (const auto & [buffer_type, sublayers] : by_device) {
+        ggml_context_ptr tensors(ggml_init({ sublayers.size()*ggml_tensor_overhead(), nullptr, true }));
+        for (size_t i : sublayers) {
+            repair.vectors[i] = ggml_new_tensor_1d(tensors.get(), GGML_TYPE_F32, n_stream);
+            ggml_format_name(repair.vectors[i], "knapspec_repair-%zu", i);
+        }
+        repair.buffers.emplace_back(ggml_backend_alloc_ctx_tensors_from_buft(tensors.get(), buffer_type));
+        repair.contexts.push_back(std::move(tensors));
+        if (!repair.buffers.back()) {
+            return false;
+        }
+        ggml_backend_buffer_set_usage(repair.buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    }
+    return true;
+}
+
+void knapspec_context::learn_repairs(int32_t n_tokens) {
+    if (!has_captured(n_tokens)) {
+        return;
+    }
+    std::vector<float> before(n_stream*n_tokens);
+    std::vector<float> after(before.size());
+    repair.n_tokens += n_tokens;
+    const float weight = (float) n_tokens/std::min<int64_t>(repair.n_tokens, std::max<int64_t>(n_tokens, REPAIR_MEMORY_TOKENS));
+    for (size_t i = 0; i < found.size(); ++i) {
+        ggml_backend_tensor_get(current->captured[i], after.data(), 0, after.size()*sizeof(float));
+        if (repair.vectors[i]) {
+            float * mean = repair.means.data() + i*n_stream;
+            for (int32_t k = 0; k < n_stream; ++k) {
+                float sum = 0.0f;
+                for (int32_t t = 0; t < n_tokens; ++t) {
+                    sum += after[t*n_stream + k] - before[t*n_stream + k];
+                }
+                if (std::isfinite(sum)) {
+                    mean[k] += weight*(sum/n_tokens - mean[k]);
+                }
+            }
+            ggml_backend_tensor_set(repair.vectors[i], mean, 0, n_stream*sizeof(float));
+        }
+        std::swap(before, after);
+    }
+}
+
+int64_t knapspec_context::get_repair(float * out) {
+    if (out) {
+        std::copy(repair.means.begin(), repair.means.end(), out);
+    }
+    return repair.n_tokens;
 }
 
 //
@@ -434,9 +527,17 @@ int32_t knapspec_context::eval(
     }
     const llama_batch batch = make_batch(tokens, n_tokens, pos, n_outputs);
     n_rows = 0;
+    // The states are kept by every pass that may be looked at, so that one graph serves.
+    const bool learns = repair.interval > 0 && plan.empty() && !capturing && n_tokens > 1 && n_outputs == n_tokens &&
+                        n_tokens <= (int32_t) std::min(MAX_KEPT_TOKENS, ctx.cparams.n_ubatch);
+    capturing = capturing || learns;
     const int32_t ret = compute(*llama_batch_compat(&ctx, batch).batch_ext);
+    capturing = capturing && !learns;
     if (ret != KNAPSPEC_OK) {
         return ret;
+    }
+    if (learns && repair.n_passes++ % repair.interval == 0) {
+        learn_repairs(n_tokens);
     }
     set_text(pos, tokens, n_tokens);
     n_rows = n_outputs;
@@ -756,6 +857,14 @@ int32_t knapspec_captured(llama_context * ctx, float * out, int32_t n_tokens) {
 
 int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n) {
     return knapspec_context::of(ctx).set_plan(modes, n);
+}
+
+void knapspec_set_repair(llama_context * ctx, int32_t interval) {
+    knapspec_context::of(ctx).set_repair(interval);
+}
+
+int64_t knapspec_get_repair(llama_context * ctx, float * out) {
+    return knapspec_context::of(ctx).get_repair(out);
 }
 
 void knapspec_keep_graphs(llama_context * ctx, int32_t n) {

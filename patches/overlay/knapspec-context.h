@@ -87,6 +87,10 @@ public:
     int32_t captured(float * out, int32_t n_tokens);
     int32_t n_hidden();
 
+    // Add the mean of what a skipped sublayer added to the latest tokens; learned in every interval-th verification. 0: off.
+    void    set_repair(int32_t interval);
+    int64_t get_repair(float * out);
+
     class branching; // knapspec-branch.h
     branching & branches();
     const std::string & branch_refusal();
@@ -117,6 +121,7 @@ private:
         uint32_t             n_tokens  = 0;
         uint32_t             n_outputs = 0;
         bool                 capturing = false;
+        bool                 repaired  = false; // skipped sublayers have their mean added
 
         std::vector<ggml_tensor *> captured; // one per sublayer
 
@@ -146,6 +151,19 @@ private:
     bool              is_beside    = false; // the pass that runs is one beside sequence 0
     bool              capturing    = false;
 
+    struct {
+        int32_t interval = 0;  // 0: off
+        int64_t n_passes = 0;  // that could be looked at
+        int64_t n_tokens = 0;  // seen
+
+        std::vector<float>         means;   // [sublayer][hidden]
+        std::vector<ggml_tensor *> vectors; // their copies beside the weights, one per sublayer; NULL: not repaired
+
+        std::vector<ggml_context_ptr>        contexts;
+        std::vector<ggml_backend_buffer_ptr> buffers;
+        std::vector<uint8_t>                 repairable; // by sublayer
+    } repair;
+
     std::unique_ptr<branching> branched;
 
     knapspec_sampler         sampler;
@@ -169,6 +187,11 @@ private:
     bool fork(llama_seq_id branch, llama_pos start);
 
     std::string find_branch_refusal(const llm_graph_result & res, const std::vector<knapspec_item> & items) const;
+
+    bool has_captured(int32_t n_tokens) const; // whether the latest pass kept the states of so many tokens
+    bool repairs() const; // whether passes under a plan are repaired
+    bool make_repairs();  // the vectors; false: there is no memory for them
+    void learn_repairs(int32_t n_tokens); // from the states that the latest pass kept
 
     void    watch_interrupt();
     int32_t compute(const llama_batch_ext & batch);

@@ -470,17 +470,32 @@ int64_t knapspec_learned_positions(const llm_graph_result & res) {
     return n;
 }
 
+bool knapspec_repairable(const std::vector<knapspec_item> & items, size_t i) {
+    if (i == 0) {
+        return false; // the stream before it is the embedding, which no pass keeps
+    }
+    const ggml_tensor * add = items[i].add;
+    return add->op == GGML_OP_ADD && (add->src[0] == items[i].residual || add->src[1] == items[i].residual) &&
+           add->type == GGML_TYPE_F32 && items[i].residual->type == GGML_TYPE_F32 &&
+           ggml_are_same_shape(add, items[i].residual) && strip(items[i].residual) == items[i - 1].add;
+}
+
 bool knapspec_prune(
         llm_graph_result                 & res,
         const std::vector<knapspec_item> & items,
         const std::vector<int32_t>       & modes,
+        const std::vector<ggml_tensor *> & repairs,
         std::string                      & reason) {
     ggml_cgraph * gf = res.gf;
 
     // from a skipped addition to what stands for it; a chain of skips resolves to the first residual kept
     std::unordered_map<const ggml_tensor *, ggml_tensor *> stand_in;
     for (size_t i = 0; i < items.size(); ++i) {
-        if (modes[i] == KNAPSPEC_MODE_SKIP) {
+        if (modes[i] == KNAPSPEC_MODE_SKIP && i < repairs.size() && repairs[i] && knapspec_repairable(items, i)) {
+            // the operand that is repeated for every token comes second
+            items[i].add->src[0] = items[i].residual;
+            items[i].add->src[1] = repairs[i];
+        } else if (modes[i] == KNAPSPEC_MODE_SKIP) {
             auto it = stand_in.find(items[i].residual);
             stand_in[items[i].add] = it == stand_in.end() ? items[i].residual : it->second;
         }

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 // Raised with every change that a caller can notice; equals abi in patches/UPSTREAM.toml.
-#define KNAPSPEC_ABI 5
+#define KNAPSPEC_ABI 6
 
 #ifdef __cplusplus
 extern "C" {
@@ -101,6 +101,15 @@ LLAMA_API int32_t knapspec_learned_positions(struct llama_context * ctx);
 // Works on any context, also one that belongs to a llama_cpp.Llama object. Returns 0, or KNAPSPEC_BAD_ARGUMENT for a
 // wrong length or an unknown mode; the previous plan then stays.
 LLAMA_API int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
+
+// Repair of skipped sublayers: what a sublayer adds to the residual stream has a mean over the latest tokens, and a draft adds that
+// where it skips the sublayer. The means are learned from passes of the full model over 2 to 64 tokens with logits for all of them, that is from
+// verification; every `interval`-th of those is looked at (1: each). 0, as at first: skipped sublayers add nothing, and
+// what was learned is forgotten. Sublayers of the first layer, and those whose addition holds more than the stream and one branch, are not repaired.
+LLAMA_API void    knapspec_set_repair(struct llama_context * ctx, int32_t interval);
+// The vectors in use, [sublayer][hidden], zero where there is none; returns the number of tokens seen, of which drafts take no
+// notice before there are some. `out` may be NULL.
+LLAMA_API int64_t knapspec_get_repair(struct llama_context * ctx, float * out);
 
 // Keep up to n allocated graphs alive, one per (plan, tokens, outputs). 0: only llama.cpp's own.
 LLAMA_API void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
