@@ -388,8 +388,8 @@ class Engine(Closing):
         where it was measured to pay, "on" always with the best plan found, "lookup" only with what
         stood in prompt or answer before, where that pays, "off" never, or a plan file. `lookup`:
         whether "auto" and "on" look up first, too. `policy`: what drafts (policies.NAMES); all but
-        "knapspec" are always on unless `spec` is "off" or a file, and "plain" never drafts. `draft_model`: the GGUF of the policy
-        "draft-model". `exact`: "strict" drafts only where passes over several
+        "knapspec" are always on unless `spec` is "off" or a file, and "plain" never drafts.
+        `draft_model`: the GGUF of the policy "draft-model". `exact`: "strict" drafts only where passes over several
         tokens were found to compute bit for bit what passes over one do, so that every text is that
         of `spec` "off"; flash attention is on then unless it is given, and no setting is chosen by
         measurement. `template`: a built-in chat template's name or a file, in
@@ -670,8 +670,8 @@ class Engine(Closing):
         """Choose "auto", "on", "lookup", "off" or a plan file for the answers to come.
 
         Measures this machine on first use (seconds; kept on disk). Raises PlanError where "on",
-        "lookup" or a plan file cannot be honoured; then what held before still holds. UsageError, Interrupted,
-        BusyError and ClosedError besides.
+        "lookup" or a plan file cannot be honoured; then what held before still holds. UsageError,
+        Interrupted, BusyError and ClosedError besides.
         """
         arguments.callable_or_none("progress", progress)
         return self._set_speculation(spec, progress)

@@ -212,7 +212,7 @@ class RoundTimes:
     right: tuple[bool, ...] = ()
     tokens: int = 1  # emitted
     elapsed_ms: float = 0.0  # of the whole round
-    # the policy knew the drafted tokens by itself (decode.policy.Proposer): no plan was run for them
+    # the drafted tokens are the policy's own (decode.policy.Proposer): no plan was run for them
     proposed: bool = False
 
     @property

@@ -13,8 +13,9 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
     `prompt_n` counts prompt tokens that were computed, `cache_n` those found in the cache.
     `accepted_lengths` counts rounds with a draft by how many tokens were accepted,
     `acceptance_by_place` is described at the function of that name; both are empty without a draft.
-    `proposed_n` of the drafted tokens took no part of the model: they were looked up in the text, or
-    proposed by a draft model. `baseline_per_second` (measured plain speed) appears only where it was measured.
+    `proposed_n` of the drafted tokens took no part of the model: looked up in the text, or proposed
+    by a draft model. `baseline_per_second` (measured plain speed) appears only where it was
+    measured.
     """
     computed = max(0, stats.prompt_tokens - stats.cached_tokens)
     result: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The verification curve alone: what passes over several tokens cost, nothing left out.
 
-For lookups, which need no plan: a fraction of a second where a whole profile takes many, and possible
-for models whose sublayers are not recognised. latency.profiler measures everything else.
+For lookups, which need no plan: a fraction of a second where a whole profile takes many, and
+possible for models whose sublayers are not recognised. latency.profiler measures everything else.
 """
 
 from __future__ import annotations

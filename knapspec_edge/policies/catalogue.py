@@ -120,8 +120,7 @@ DESCRIPTIONS: dict[str, Description] = {
     "knapspec": Description(
         title="ours",
         source="this project, after KnapSpec",
-        rule="what followed the end of the text before, where a proposal is worth its verification; "
-        "else plans of a knapsack over measured costs and agreements and of a search over hidden "
+        rule="what followed the end of the text before, where that is worth verifying; else plans of a knapsack over measured costs and agreements and of a search over hidden "
         "states, judged on the target's own text; lengths by value; off where plain decoding is "
         "faster",
         module="knapspec",
