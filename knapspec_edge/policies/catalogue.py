@@ -120,9 +120,9 @@ DESCRIPTIONS: dict[str, Description] = {
     "knapspec": Description(
         title="ours",
         source="this project, after KnapSpec",
-        rule="what followed the end of the text before, where that is worth verifying; else plans of a knapsack over measured costs and agreements and of a search over hidden "
-        "states, judged on the target's own text; lengths by value; off where plain decoding is "
-        "faster",
+        rule="what followed the end of the text before, where that is worth verifying; else plans "
+        "of a knapsack over measured costs and agreements and of a search over hidden states, "
+        "judged on the target's own text; lengths by value; off where plain decoding is faster",
         module="knapspec",
         search="costs, agreements and rounds, once per model and machine (seconds, kept); 1 % of "
         "the decode time",

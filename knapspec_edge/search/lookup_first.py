@@ -4,10 +4,10 @@ elsewhere the draft under a plan decides, or plain decoding.
 A match costs nothing, so only verification has to be paid for. How likely a proposal is right is
 counted, by the length of the match and whether other places contradict it, at every token of the
 text, also where nothing was proposed: the token tells what a proposal would have come to. A second
-token's chance is that of a match one token longer, and so on. How many tokens are proposed follows from
-these chances and the measured cost of passes, in the price of time that decoding here has anyway
-(draft_length). So a text that repeats nothing soon has no proposals; and what real rounds lose
-against plain steps all the same ends them for the rest of the answer.
+token's chance is that of a match one token longer, and so on. How many tokens are proposed follows
+from these chances and the measured cost of passes, in the price of time that decoding here has
+anyway (draft_length). So a text that repeats nothing soon has no proposals; and what real rounds
+lose against plain steps all the same ends them for the rest of the answer.
 """
 
 from __future__ import annotations
