@@ -390,10 +390,10 @@ class Engine(Closing):
         whether "auto" and "on" look up first, too. `policy`: what drafts (policies.NAMES); all but
         "knapspec" are always on unless `spec` is "off" or a file, and "plain" never drafts.
         `draft_model`: the GGUF of the policy "draft-model". `exact`: "strict" drafts only where
-        passes over several tokens were found to compute bit for bit what passes over one do, so that every text is that
-        of `spec` "off"; flash attention is on then unless it is given, and no setting is chosen by
-        measurement. `template`: a built-in chat template's name or a file, in
-        place of the model's own.
+        passes over several tokens were found to compute bit for bit what passes over one do, so
+        that every text is that of `spec` "off"; flash attention is on then unless it is given, and
+        no setting is chosen by measurement. `template`: a built-in chat template's name or a file,
+        in place of the model's own.
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;

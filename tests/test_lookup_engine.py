@@ -38,7 +38,7 @@ def engine(*, harm: float = 0.5, refusal: str | None = None, **options: Any) -> 
 def asked(opened: Engine) -> Answer:
     answer = opened.chat(QUESTION)
     list(answer)
-    check_stats(answer.stats, proposed=True)
+    check_stats(answer.stats)
     assert answer.text == REPLY
     return answer
 

@@ -217,7 +217,7 @@ def answer(
     tokens = []
     for event in generation:
         tokens.append(event.token)
-        check_stats(generation.stats, proposed=True)
+        check_stats(generation.stats)
     backend.check_ledger()
     assert tokens == naive.plain(backend.model, prompt, n, sampling)[0]
     return generation.stats
@@ -306,7 +306,7 @@ def test_plans_draft_where_nothing_is_found_and_learn_from_those_rounds_alone() 
     tokens = [event.token for event in generation]
     assert tokens == naive.plain(bench.model, PROMPT, 400, GREEDY)[0]
     stats = generation.stats
-    check_stats(stats, proposed=True)
+    check_stats(stats)
     by_lookup = [t for t in seen if t.proposed]
     under_plan = [t for t in seen if t.drafted and not t.proposed]
     assert by_lookup
