@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..records import Kind, Plan
+from ..records import FULL, SKIP, Kind, Mode, ModeKind, Plan, parse_mode
 from .classes import LayerClass
 from .store import MAX_COUNT
 from .timing import Timing
@@ -26,6 +26,13 @@ class Sample:
     skipped: tuple[int, ...]  # sublayers left out
     head: bool  # whether logits were computed and a token was picked
     timing: Timing
+    windowed: tuple[int, ...] = ()  # sublayers whose attention had this window
+    window: Mode | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing was left out."""
+        return not self.skipped and not self.windowed
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,12 @@ class LatencyProfile:
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths of full passes that were timed anywhere, ascending, 1 included."""
-        found = {s.width for s in self.samples if not s.skipped and s.head}
+        found = {s.width for s in self.samples if s.is_full and s.head}
         return tuple(sorted(found | {1}))
 
     def steps(self) -> list[Sample]:
         """Plain steps, by context."""
-        plain = [s for s in self.samples if s.width == 1 and s.head and not s.skipped]
+        plain = [s for s in self.samples if s.width == 1 and s.head and s.is_full]
         return sorted(plain, key=lambda s: s.context_tokens)
 
     @property
@@ -82,6 +89,8 @@ class LatencyProfile:
                 "skipped": _to_hex(s.skipped),
                 "head": s.head,
                 "timing": asdict(s.timing),
+                "windowed": _to_hex(s.windowed),
+                "window": None if s.window is None else str(s.window),
             }
             for s in self.samples
         ]
@@ -104,6 +113,9 @@ class LatencyProfile:
                 _from_hex(s["skipped"]),
                 bool(s["head"]),
                 _timing(s["timing"]),
+                # profiles of earlier releases have no windows
+                _from_hex(s.get("windowed", "0")),
+                None if s.get("window") is None else parse_mode(s["window"]),
             )
             for s in data["samples"]
         )
@@ -116,7 +128,13 @@ class LatencyProfile:
             raise ValueError("the classes do not cover the sublayers")
         if any(s.skipped and s.skipped[-1] >= n for s in samples):
             raise ValueError("a sample skips a sublayer that does not exist")
-        if not any(s.width == 1 and s.head and not s.skipped for s in samples):
+        if any(s.windowed and s.windowed[-1] >= n for s in samples):
+            raise ValueError("a sample has a window on a sublayer that does not exist")
+        for s in samples:
+            is_window = s.window is not None and s.window.kind is ModeKind.WINDOW
+            if is_window != bool(s.windowed) or set(s.windowed) & set(s.skipped):
+                raise ValueError("a sample has a window without a place, or on what is left out")
+        if not any(s.width == 1 and s.head and s.is_full for s in samples):
             raise ValueError("no plain step was measured")
         return cls(
             n_sublayers=n,
@@ -135,7 +153,21 @@ class LatencyProfile:
 
 def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
     """The plan a sample was measured under; None is the full model."""
-    return Plan.skipping(n_sublayers, list(sample.skipped)) if sample.skipped else None
+    return plan_with(n_sublayers, sample.skipped, sample.windowed, sample.window)
+
+
+def plan_with(
+    n_sublayers: int, skipped: Sequence[int], windowed: Sequence[int], window: Mode | None
+) -> Plan | None:
+    """The plan that skips some sublayers and has a window on others; None is the full model."""
+    if not skipped and not windowed:
+        return None
+    modes = [FULL] * n_sublayers
+    for i in skipped:
+        modes[i] = SKIP
+    for i in windowed:
+        modes[i] = window or FULL
+    return Plan(tuple(modes))
 
 
 def _timing(data: Mapping[str, Any]) -> Timing:

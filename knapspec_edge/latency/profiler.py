@@ -31,12 +31,13 @@ from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError, Interrupted
-from ..records import GREEDY, Plan
+from ..records import GREEDY, Mode, Plan
 from .classes import layer_classes
 from .costs import CELLS_PER_STEP, SAMPLE_PRIOR, Costs
-from .profile import LatencyProfile, Sample
+from .profile import LatencyProfile, Sample, plan_with
 from .regression import levels_without_drift
 from .timing import Clock, Timing, without_outliers
+from .windows import windows_at
 
 # Share of the work that is done, 0..1.
 Progress = Callable[[float], None]
@@ -77,6 +78,8 @@ class _Task:
     context: int
     width: int = 1
     skipped: tuple[int, ...] = ()
+    windowed: tuple[int, ...] = ()
+    window: Mode | None = None
     head: bool = True
     importance: float = 1.0
     core: bool = False
@@ -86,7 +89,7 @@ class _Task:
 
     @property
     def is_step(self) -> bool:
-        return self.width == 1 and self.head and not self.skipped
+        return self.width == 1 and self.head and self.plan is None
 
 
 def context_grid(n_ctx: int, room: int, config: Config = DEFAULTS) -> list[int]:
@@ -331,6 +334,10 @@ class _Profiler:
             plans = self._class_plans() + mixtures
             for skipped in dict.fromkeys(plans):
                 self._add(context, skipped=skipped, importance=weight, core=core)
+            for members, mode in self._windows(context):
+                # once for each, so that it can be offered at all
+                core = context == grid[-1]
+                self._add(context, windowed=members, window=mode, importance=weight, core=core)
             if context in ends:
                 self._add(context, head=False, importance=0.5, core=context == grid[0])
             if context not in curves:
@@ -359,6 +366,15 @@ class _Profiler:
             plans += [p for p in (cls.members, half) if 0 < len(p) < n]
         return plans
 
+    def _windows(self, context: int) -> list[tuple[tuple[int, ...], Mode]]:
+        """Each class of attention under each window that leaves most of the context out."""
+        return [
+            (cls.members, mode)
+            for mode, able in windows_at(self.backend, context, self.config)
+            for cls in self.classes
+            if set(cls.members) <= set(able)
+        ]
+
     def _by_kind(self) -> list[tuple[int, ...]]:
         kinds: dict[str, list[int]] = {}
         for i, sublayer in enumerate(self.backend.sublayers):
@@ -367,8 +383,8 @@ class _Profiler:
 
     def _add(self, context: int, **settings: Any) -> None:
         task = _Task(context, **settings)
-        if task.skipped:
-            task.plan = Plan.skipping(len(self.backend.sublayers), list(task.skipped))
+        n = len(self.backend.sublayers)
+        task.plan = plan_with(n, task.skipped, task.windowed, task.window)
         self._tasks.append(task)
 
     # -- what comes next ---------------------------------------------------------------------------
@@ -449,7 +465,7 @@ class _Profiler:
         levels = self._levels()
         curves: dict[int, list[_Task]] = {}
         for task in self._tasks:
-            if task.ratios and task.head and not task.skipped:
+            if task.ratios and task.head and task.plan is None:
                 curves.setdefault(task.context, []).append(task)
         for task in self._tasks:
             if not 0 < len(task.ratios) < _SETTLED_SAMPLES or not task.head:
@@ -598,7 +614,17 @@ class _Profiler:
                 timing = Timing.of([scale * ms for ms in raw])
             else:
                 timing = Timing.of([step_ms * ratio for ratio in task.ratios])
-            samples.append(Sample(task.context, task.width, task.skipped, task.head, timing))
+            samples.append(
+                Sample(
+                    task.context,
+                    task.width,
+                    task.skipped,
+                    task.head,
+                    timing,
+                    task.windowed,
+                    task.window,
+                )
+            )
         return samples
 
     def _levels(self) -> dict[int, float]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
-from ..latency.fidelity import Fidelity
-from ..records import FULL, SKIP, Plan, SubLayer
+from ..latency.fidelity import Fidelity, Losses
+from ..records import FULL, SKIP, Mode, Plan, SubLayer
 from .knapsack import Sweep, sweep
 from .throughput import expected_tokens_geometric, tokens_per_ms
 
@@ -38,10 +38,10 @@ def cuts(
     config: Config = DEFAULTS,
 ) -> list[Cut]:
     """One for every saving that no other cut beats in both saving and agreement, ascending."""
-    found = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    found, modes = _sweep(costs, fidelity, context_tokens, sublayers, config)
     return [
         Cut(
-            _plan(found.options[row]),
+            _plan(found.options[row], modes),
             int(found.saving_units[row]),
             math.exp(-float(found.losses[row])),
         )
@@ -55,25 +55,48 @@ def _sweep(
     context_tokens: int,
     sublayers: tuple[SubLayer, ...],
     config: Config,
-) -> Sweep:
-    """Option 0 of an item is full, 1 skip; rows that save something, ascending."""
-    weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
-    units = np.zeros((len(sublayers), 2), dtype=np.int64)
-    losses = np.zeros((len(sublayers), 2), dtype=np.float64)
-    losses[:, 1] = np.inf
-    for item in fidelity.agreements(sublayers):
-        # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
-        weight = 1 if costs.blind else int(weights[item.index])
-        if weight >= 1 and item.agreement >= config.plan_floor_agreement:
-            units[item.index, 1], losses[item.index, 1] = weight, item.loss
+) -> tuple[Sweep, list[Mode]]:
+    """Rows that save something, ascending, and the modes that their options stand for: full, the
+    windows that pay here, skip."""
+    weights, unit_ms = costs.integer_weights(
+        context_tokens, largest_error=config.plan_rounding_error
+    )
+    modes = [FULL, *_windows(costs, context_tokens, sublayers, config), SKIP]
+    expected = Losses(fidelity, sublayers, config)
+    units = np.zeros((len(sublayers), len(modes)), dtype=np.int64)
+    losses = np.full((len(sublayers), len(modes)), np.inf)
+    losses[:, 0] = 0.0
+    for option, mode in enumerate(modes[1:], start=1):
+        for item in expected.items(mode):
+            if mode == SKIP:
+                # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
+                weight = 1 if costs.blind else int(weights[item.index])
+            else:
+                weight = round(costs.saving_ms(item.index, context_tokens, mode) / unit_ms)
+            if weight >= 1 and item.agreement >= config.plan_floor_agreement:
+                units[item.index, option], losses[item.index, option] = weight, item.loss
     # Importing the compiler takes longer than solving without it; whoever has loaded it gets it.
     found = sweep(units, losses, front=True, load=False)
     saving = found.saving_units > 0
-    return Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
+    chosen = Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
+    return chosen, modes
 
 
-def _plan(options: NDArray[np.int16]) -> Plan:
-    return Plan(tuple(SKIP if option else FULL for option in options.tolist()))
+def _windows(
+    costs: Costs, context_tokens: int, sublayers: tuple[SubLayer, ...], config: Config
+) -> list[Mode]:
+    """Windows that save something somewhere, the widest first."""
+    found = {
+        mode
+        for i in range(len(sublayers))
+        for mode in costs.windows(i, context_tokens)
+        if mode.window_tokens in config.window_tokens
+    }
+    return sorted(found, key=lambda m: (-m.window_tokens, m.sink_tokens))
+
+
+def _plan(options: NDArray[np.int16], modes: list[Mode]) -> Plan:
+    return Plan(tuple(modes[option] for option in options.tolist()))
 
 
 def candidate_plans(
@@ -90,12 +113,16 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    found = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    found, modes = _sweep(costs, fidelity, context_tokens, sublayers, config)
     if not len(found):
         return []
     verify_ms = verification_ms(costs, context_tokens, config)
-    savings_ms = np.array([costs.saving_ms(i, context_tokens) for i in range(len(sublayers))])
-    drafts_ms = costs.step_ms(context_tokens) - found.options @ savings_ms  # f64 [rows]
+    rows = np.arange(len(sublayers))
+    savings_ms = np.array(
+        [[costs.saving_ms(i, context_tokens, mode) for mode in modes] for i in rows.tolist()]
+    )  # f64 [sublayers, modes]
+    saved_ms = savings_ms[rows, found.options].sum(axis=1)  # f64 [rows of the sweep]
+    drafts_ms = costs.step_ms(context_tokens) - saved_ms
     least_ms = costs.draft_ms(Plan((SKIP,) * len(sublayers)), context_tokens)
     deepest = int(found.saving_units[-1])
     best: dict[int, tuple[float, int]] = {}
@@ -106,7 +133,7 @@ def candidate_plans(
         part = math.isqrt(config.plan_shortlist**2 * (saving - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, row)
-    return [_plan(found.options[row]) for _, (_, row) in sorted(best.items())]
+    return [_plan(found.options[row], modes) for _, (_, row) in sorted(best.items())]
 
 
 def verification_ms(

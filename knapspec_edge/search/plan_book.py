@@ -15,9 +15,9 @@ from typing import Any
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
 from ..latency.drift import NO_CORRECTION, Correction
-from ..latency.fidelity import Fidelity, joint_agreement
+from ..latency.fidelity import Fidelity, Losses
 from ..latency.rounds import RoundTiming
-from ..records import FULL, SKIP, Plan, SubLayer
+from ..records import FULL, Mode, Plan, SubLayer, parse_mode
 from .acceptance import Judgement
 from .buckets import bucket_of, context_of
 from .candidates import candidate_plans
@@ -85,7 +85,7 @@ class PlanBook:
     ) -> None:
         self.costs = costs
         self.fidelity = fidelity
-        self._items = fidelity.agreements(sublayers)
+        self._losses = Losses(fidelity, sublayers, config)
         self.sublayers = sublayers
         self.n_ctx = n_ctx
         self.config = config
@@ -151,9 +151,15 @@ class PlanBook:
         judged, of the nearest buckets first and at most twice as many as a shortlist holds."""
         self._solve(bucket)
         near = sorted(self._judged, key=lambda b: (abs(b - bucket), b))
-        judged = dict.fromkeys(plan for b in near for plan in self._judged[b])
+        judged = dict.fromkeys(p for b in near for p in self._judged[b] if self._wanted(p))
         known = list(judged)[: 2 * self.config.plan_shortlist]
-        return tuple(dict.fromkeys((*known, *self._shortlists[bucket])))
+        solved = filter(self._wanted, self._shortlists[bucket])
+        return tuple(dict.fromkeys((*known, *solved)))
+
+    def _wanted(self, plan: Plan) -> bool:
+        """Whether its windows are among those that are asked for now."""
+        allowed = self.config.window_tokens
+        return all(plan.modes[i].window_tokens in allowed for i in plan.windowed)
 
     def solve_ahead(self) -> None:
         """Find the candidates of all buckets, so that entering one takes no time."""
@@ -242,8 +248,8 @@ class PlanBook:
         )
 
     def single_agreement(self, plan: Plan) -> float:
-        """Product of what was measured for each sublayer it leaves out."""
-        return joint_agreement(self._items, plan)
+        """Product of what was measured for each sublayer it changes."""
+        return self._losses.agreement(plan)
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -258,11 +264,11 @@ class PlanBook:
                 {
                     "bucket": b,
                     "shortlist": (
-                        [_skips(p) for p in self._shortlists[b]] if b in self._shortlists else None
+                        [_modes(p) for p in self._shortlists[b]] if b in self._shortlists else None
                     ),
                     "judged": [
                         {
-                            "skipped": _skips(j.plan),
+                            "skipped": _modes(j.plan),
                             "windows": [
                                 {
                                     "agree": "".join("01"[a] for a in w.agree),
@@ -307,14 +313,28 @@ class PlanBook:
         self._estimates.clear()
 
 
-def _skips(plan: Plan) -> list[int]:
-    if any(m not in (FULL, SKIP) for m in plan.modes):
-        raise ValueError("only plans of full and skipped sublayers are kept")
-    return list(plan.skipped)
+def _modes(plan: Plan) -> list[int] | dict[str, list[int]]:
+    """What is skipped; with windows, sublayers by their mode."""
+    if not plan.windowed:
+        return list(plan.skipped)
+    found: dict[str, list[int]] = {}
+    for i, mode in enumerate(plan.modes):
+        if mode != FULL:
+            found.setdefault(str(mode), []).append(i)
+    return found
 
 
-def _plan(n: int, skipped: Sequence[Any]) -> Plan:
-    return Plan.skipping(n, [int(i) for i in skipped])
+def _plan(n: int, data: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Plan:
+    """The inverse of `_modes`. Raises ValueError, TypeError."""
+    if not isinstance(data, Mapping):
+        return Plan.skipping(n, [int(i) for i in data])
+    modes: list[Mode] = [FULL] * n
+    for name, indices in data.items():
+        for i in Plan.skipping(n, [int(i) for i in indices]).skipped:
+            if modes[i] != FULL:
+                raise ValueError("a sublayer has two modes")
+            modes[i] = parse_mode(name)
+    return Plan(tuple(modes))
 
 
 def _window(data: Mapping[str, Any]) -> Window:

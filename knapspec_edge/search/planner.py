@@ -25,13 +25,12 @@ from ..latency.profiler import Progress
 from ..latency.rounds import RoundTiming
 from ..latency.store import INVALID, Store
 from ..latency.timing import Clock
-from ..records import Draft, Plan, SubLayer
+from ..records import Draft, Plan, SubLayer, parse_mode
 from .acceptance import Judgement
 from .generators import KNAPSPEC
 from .judged import Alternative, Finalist, Measured, best_length
 from .measurement import measure_all
 from .plan_book import PlanBook
-from .plan_file import parse_mode
 from .throughput import Window
 
 # Grows when a stored measurement means something else than before.
@@ -207,6 +206,7 @@ def measurement_key(
         "context": min(backend.n_ctx, most),
         "verify": min(backend.max_verify_tokens, config.measure_verify_max),
         "calibration": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "windows": list(config.window_tokens),
     }
 
 
@@ -286,8 +286,13 @@ def _reason(best: Alternative, on: bool, n_sublayers: int, config: Config) -> st
         f"predicted {best.predicted_ratio:.2f}x of plain decoding"
     )
     if on:
-        skipped = len(best.draft.plan.skipped)
-        return f"on: a draft without {skipped} of {n_sublayers} sublayers {figures}"
+        plan = best.draft.plan
+        changes = []
+        if plan.skipped or not plan.windowed:
+            changes.append(f"without {len(plan.skipped)} of {n_sublayers} sublayers")
+        if plan.windowed:
+            changes.append(f"with {len(plan.windowed)} of {n_sublayers} sublayers windowed")
+        return f"on: a draft {' and '.join(changes)} {figures}"
     if best.predicted_ratio > 1.0:
         return f"off: the best draft {figures}, less than the {1.0 + config.plan_margin:.2f}x asked"
     return f"off: the best draft {figures}"

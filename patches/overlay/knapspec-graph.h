@@ -25,6 +25,19 @@ struct knapspec_item {
     ggml_tensor * residual; // its operand that stays when the sublayer is skipped
     knapspec_sublayer_info info;
     knapspec_traits        traits;
+    std::vector<ggml_tensor *> attention; // what weighs its keys: flash attention or softmax
+};
+
+// The mask of one of these; null without one.
+ggml_tensor * knapspec_mask_of(const ggml_tensor * attention);
+
+// How each sublayer takes part; no modes: the full model.
+struct knapspec_plan {
+    std::vector<int32_t>         modes;
+    std::vector<knapspec_window> windows; // one per mode
+
+    bool empty() const { return modes.empty(); }
+    bool operator==(const knapspec_plan & other) const;
 };
 
 // The sublayers of a graph in execution order. Empty, with a reason, if any part of the network is not covered by them.
@@ -34,15 +47,16 @@ std::vector<knapspec_item> knapspec_find_sublayers(const llm_graph_result & res,
 // Rows of the table of learned position embeddings; 0 for a model without one, whose positions have no end.
 int64_t knapspec_learned_positions(const llm_graph_result & res);
 
-// Rewire the graph so that every item with skip[i] != 0 is passed over, and drop what nothing needs any more. Where repairs
-// holds a vector for such an item, that is added to the stream in place of what the item computes; repairs may be empty.
-// Returns false, with a reason, and leaves the graph unusable if that is impossible.
+// Rewire the graph so that every skipped item is passed over, and drop what nothing needs any more. `replaced`: inputs that
+// something has read until now. Where repairs holds a vector for a skipped item, that is added to the stream in place of what the item
+// computes; repairs may be empty. Returns false, with a reason, and leaves the graph unusable if that is impossible.
 bool knapspec_prune(
-        llm_graph_result                 & res,
-        const std::vector<knapspec_item> & items,
-        const std::vector<int32_t>       & modes,
-        const std::vector<ggml_tensor *> & repairs,
-        std::string                      & reason);
+        llm_graph_result                       & res,
+        const std::vector<knapspec_item>       & items,
+        const std::vector<int32_t>             & modes,
+        const std::vector<const ggml_tensor *> & replaced,
+        const std::vector<ggml_tensor *>       & repairs,
+        std::string                            & reason);
 
 // Whether a vector can stand in for what item i adds: it is added, by itself, to the stream as item i - 1 left it.
 bool knapspec_repairable(const std::vector<knapspec_item> & items, size_t i);
