@@ -19,7 +19,7 @@ from knapspec_edge.config import Config
 from knapspec_edge.latency.drift import Correction
 from knapspec_edge.latency.rounds import RoundTiming
 from knapspec_edge.latency.store import INVALID, Store
-from knapspec_edge.records import Mode, ModeKind, Plan
+from knapspec_edge.records import Plan
 from knapspec_edge.search import plan_book, planner
 from knapspec_edge.search.acceptance import Judgement
 from knapspec_edge.search.buckets import bucket_of, context_of
@@ -387,12 +387,6 @@ class TestOnDisk:
         other = new_book(measured, replace(CONFIG, bucket_first_tokens=100))
         other.read(book.to_json())
         assert other.judgement(0, DEEP) is None
-
-    def test_only_two_modes_can_be_kept(self, book: PlanBook) -> None:
-        windowed = Plan((Mode(ModeKind.WINDOW, 4, 64), *SHALLOW.modes[1:]))
-        book.add(0, judged(windowed, 0.9))
-        with pytest.raises(ValueError, match="full and skipped"):
-            book.to_json()
 
     def content(self, measured: Measured) -> dict[str, Any]:
         book = new_book(measured)
