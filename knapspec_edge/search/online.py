@@ -85,6 +85,7 @@ class OnlinePlanner:
         # (right, confidence) of tokens drafted with the plan in use that the book does not hold yet
         self._drafted: list[tuple[bool, float]] = []
         self._look_due = False
+        self._left_over = False  # estimates that there was no time for
         self._looked_at = 0  # rounds
         self._correction = drift.correction()
         # by bucket where the guard ended speculation: measured over predicted speed, and the round
@@ -241,19 +242,35 @@ class OnlinePlanner:
         self._book.add(bucket, Judgement(plan, (Window(right, confidences),)))
         self._seen_at[plan] = self._tokens
 
-    def _estimate(self, plan: Plan) -> Estimate | None:
-        assert self._bucket is not None
+    def _estimated_at(self) -> int | None:
+        """The context that estimates are made for; None: the one that stands for the bucket."""
         if self._active is None and not self._forced:
             # the whole bucket is off or none of it: nothing new is looked up while nothing changes
-            return self._book.estimate(plan, self._bucket, None, self._correction)
+            return None
         # in steps, so that estimates can be used again: a look that finds nothing new costs nothing
         steps = round(math.log(max(1, self._context_tokens)) / _CONTEXT_STEP)
-        context = max(1, min(round(math.exp(steps * _CONTEXT_STEP)), self._book.n_ctx - 1))
-        return self._book.estimate(plan, self._bucket, context, self._correction)
+        return max(1, min(round(math.exp(steps * _CONTEXT_STEP)), self._book.n_ctx - 1))
+
+    def _estimate(self, plan: Plan) -> Estimate | None:
+        assert self._bucket is not None
+        return self._book.estimate(plan, self._bucket, self._estimated_at(), self._correction)
 
     def _estimates(self) -> list[Estimate]:
+        """Of all candidates. As many are made anew as there is time saved for, one at least; the
+        others stand as they were last estimated, or are left out, until the next look."""
         assert self._bucket is not None
-        found = (self._estimate(plan) for plan in self._book.plans(self._bucket))
+        book, bucket = self._book, self._bucket
+        started, made = self._clock(), 0
+        self._left_over = False
+        found = []
+        for plan in book.plans(bucket):
+            if not book.has_estimate(plan, bucket, self._estimated_at(), self._correction):
+                if made and 1000.0 * (self._clock() - started) > max(0.0, self._saved_ms):
+                    self._left_over = True
+                    found.append(book.latest_estimate(plan, bucket))
+                    continue
+                made += 1
+            found.append(self._estimate(plan))
         return [e for e in found if e is not None]
 
     def _look(self) -> None:
@@ -270,7 +287,7 @@ class OnlinePlanner:
             # was last seen to do is no better founded than what it did before that
             known = None if self._rule is None or idle else self._rule.calibration
             self._use(chosen, known)
-        self._look_due = False
+        self._look_due = self._left_over
         self._looked_at = self._rounds
         self._needed_ms = self._judge_cost_ms(self._config.plan_min_window_tokens)
         self._look_ms = 1000.0 * (self._clock() - started)

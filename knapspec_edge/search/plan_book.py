@@ -98,6 +98,7 @@ class PlanBook:
         self._versions: dict[Plan, int] = {}  # of what is known about each
         self._learned: set[tuple[int, Plan]] = set()  # what was added or forgotten here
         self._estimates: dict[tuple[object, ...], Estimate] = {}
+        self._latest: dict[tuple[int, Plan], Estimate] = {}
 
     # -- what was learned --------------------------------------------------------------------------
 
@@ -223,7 +224,24 @@ class PlanBook:
             if len(self._estimates) > _MOST_ESTIMATES:
                 self._estimates.clear()
             self._estimates[key] = found
+            self._latest[bucket, plan] = found
         return self._estimates[key]
+
+    def latest_estimate(self, plan: Plan, bucket: int) -> Estimate | None:
+        """The one that was made last for this bucket, at whatever context and prices; None where
+        none was made. Takes no time."""
+        return self._latest.get((bucket, plan))
+
+    def has_estimate(
+        self,
+        plan: Plan,
+        bucket: int,
+        context_tokens: int | None = None,
+        correction: Correction = NO_CORRECTION,
+    ) -> bool:
+        """Whether `estimate` takes no time."""
+        context = self.context(bucket) if context_tokens is None else context_tokens
+        return (self._versions.get(plan, 0), plan, bucket, context, correction) in self._estimates
 
     def _estimate(
         self, plan: Plan, bucket: int, context: int, correction: Correction
