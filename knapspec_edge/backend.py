@@ -90,6 +90,11 @@ class Backend(Protocol):
         """Tokens, the most frequent first, that short heads are to have; before one is used."""
         ...
 
+    def prepare_head(self, n_rows: int) -> None:
+        """Have the list of tokens for short heads of up to so many rows: what the text brings from
+        now on comes into it. Raises PlanError where there can be none."""
+        ...
+
     def lacked(
         self, tokens: Sequence[int], position: int, plan: Plan | None = None
     ) -> NDArray[np.bool_]:

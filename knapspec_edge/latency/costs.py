@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..records import ModeKind, Plan
 from .classes import LayerClass
-from .profile import LatencyProfile, Sample
+from .profile import LatencyProfile, Sample, plan_of
 from .regression import Line, fit_line, non_negative_least_squares
 
 # llama_kv_cache::get_n_kv rounds the cells that a pass reads up to a multiple of this.
@@ -72,6 +72,7 @@ class Costs:
         self._fit_step(steps)
         self._fit_classes()
         self._fit_head()
+        self._fit_short_heads()
         self._fit_verification()
         self._fit_wide_classes()
 
@@ -94,6 +95,7 @@ class Costs:
             for i, mode in enumerate(plan.modes)
             if mode.kind is ModeKind.SKIP
         )
+        step_ms -= self.head_saving_ms(plan.head_rows)
         return max(0.0, step_ms - self._spent(per_class), step_ms - saved)
 
     def verify_ms(self, context_tokens: float, width: int) -> float:
@@ -136,6 +138,19 @@ class Costs:
     def head_ms(self) -> float:
         """Final norm, head and pick, in a step of one token; 0 where it was not measured."""
         return self._head_ms
+
+    @property
+    def short_heads(self) -> tuple[int, ...]:
+        """Rows of the short heads that were measured, ascending."""
+        return tuple(sorted(self._short_heads))
+
+    def head_saving_ms(self, n_rows: int) -> float:
+        """What multiplying so many rows of the head saves of a step; >= 0. Between measured ones
+        linear, beyond them as the nearest; 0 rows stand for the whole head."""
+        known = self.short_heads
+        if not n_rows or not known:
+            return 0.0
+        return float(np.interp(n_rows, known, [self._short_heads[n] for n in known]))
 
     def fixed_ms(self, context_tokens: float) -> float:
         """What is neither a sublayer nor the head: embedding, masks, launching the graph."""
@@ -222,7 +237,8 @@ class Costs:
         found = []
         for sample in self.profile.samples:
             if sample.width == 1 and sample.head and sample.timing.median_ms > 0.0:
-                plan = Plan.skipping(self.profile.n_sublayers, list(sample.skipped))
+                n = self.profile.n_sublayers
+                plan = plan_of(sample, n) or Plan.full(n)
                 predicted = self.draft_ms(plan, sample.context_tokens)
                 found.append((sample, predicted / sample.timing.median_ms - 1.0))
         return found
@@ -257,7 +273,7 @@ class Costs:
             samples = [
                 s
                 for s in self.profile.samples
-                if s.context_tokens == context and s.width == 1 and s.head
+                if s.context_tokens == context and s.width == 1 and s.head and not s.head_rows
             ]
             counts = np.array([self._counts(s) for s in samples], dtype=np.float64)
             times = np.array([s.timing.median_ms for s in samples])
@@ -326,7 +342,7 @@ class Costs:
         nothing needs."""
         found = []
         for sample in self.profile.samples:
-            if sample.head or sample.skipped or sample.width != 1:
+            if sample.head or not sample.is_full or sample.width != 1:
                 continue
             context = sample.context_tokens
             last = max(self._class_of)
@@ -336,6 +352,19 @@ class Costs:
             found.append(difference)
         self._head_ms = max(0.0, float(np.median(found))) if found else 0.0
 
+    def _fit_short_heads(self) -> None:
+        """A head costs the same at every context; a shorter one no more."""
+        found: dict[int, list[float]] = {}
+        for s in self.profile.samples:
+            if s.head_rows and s.head and not s.skipped and s.width == 1:
+                saved = self.step_ms(s.context_tokens) - s.timing.median_ms
+                found.setdefault(s.head_rows, []).append(saved)
+        self._short_heads: dict[int, float] = {}
+        most = 0.0
+        for n_rows in sorted(found, reverse=True):
+            most = max(most, float(np.median(found[n_rows])))
+            self._short_heads[n_rows] = most
+
     def _fit_verification(self) -> None:
         """For each width a curve over the time of a plain step.
 
@@ -344,7 +373,7 @@ class Costs:
         """
         anchors: dict[int, list[tuple[float, float]]] = {}
         for s in self.profile.samples:
-            if s.width > 1 and s.head and not s.skipped:
+            if s.width > 1 and s.head and s.is_full:
                 at = self._step(s.context_tokens + s.width - 1)
                 anchors.setdefault(s.width, []).append((at, s.timing.median_ms))
         whole = {b: _curve_through(found) for b, found in anchors.items() if _spans(found)}
@@ -370,7 +399,7 @@ class Costs:
         """Growth of each kind with the width, against the growth of the whole pass."""
         found: dict[str, dict[int, dict[int, float]]] = {}
         for s in self.profile.samples:
-            if s.width == 1 or not s.skipped or not s.head or s.width not in self._verification:
+            if s.width == 1 or s.is_full or not s.head or s.width not in self._verification:
                 continue
             left_out = {self._class_of[i] for i in s.skipped}
             kinds = {self.classes[c].kind.value for c in left_out}

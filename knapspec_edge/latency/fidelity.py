@@ -31,14 +31,20 @@ _LEAST_MISS = 1e-6
 # Margins of the target's picks that are kept, and that stand for them in sums.
 _KEPT_MARGINS = 512
 _MARGIN_QUANTILES = 32
+_HEAD = "head:"
+
+
+def head_mode(n_rows: int) -> str:
+    """How counts name a short head."""
+    return f"{_HEAD}{n_rows}"
 
 
 @dataclass(frozen=True)
 class ItemCount:
-    """Picks that survived a change of one sublayer, at one context length."""
+    """Picks that survived a change of one sublayer, or of the head, at one context length."""
 
-    index: int
-    mode: str  # what was done to it, see records.Mode: "skip"
+    index: int  # of the sublayer; the head comes behind the last one
+    mode: str  # what was done to it, see records.Mode: "skip"; or head_mode
     context_tokens: int
     agreed: int
     total: int
@@ -70,10 +76,13 @@ class ItemAgreement:
         return -math.log(self.expected) if self.expected > 0.0 else math.inf
 
 
-def joint_agreement(items: Sequence[ItemAgreement], plan: Plan) -> float:
-    """What single sublayers let expect of a plan: the product over what it leaves out. `items` are
-    those of all sublayers, in order."""
-    return math.exp(-sum(items[i].loss for i in plan.skipped))
+def joint_agreement(
+    items: Sequence[ItemAgreement], plan: Plan, fidelity: Fidelity | None = None
+) -> float:
+    """What single sublayers and a short head let expect of a plan: the product over what it leaves
+    out. `items` are those of all sublayers, in order; `fidelity` knows about heads."""
+    head = 0.0 if fidelity is None else fidelity.head_loss(plan.head_rows)
+    return math.exp(-head - sum(items[i].loss for i in plan.skipped))
 
 
 def expected_agreement(agreed: float, total: float, prior: float | None = None) -> float:
@@ -195,6 +204,32 @@ class Fidelity:
             found.append(ItemAgreement(i, agreement, total, False, expected))
         return tuple(found)
 
+    def covers_head(self, n_rows: int) -> bool:
+        """Whether the tokens of a short head were counted."""
+        return any(c.mode == head_mode(n_rows) and c.total for c in self.counts)
+
+    def head_agreement(self, n_rows: int) -> tuple[float, int]:
+        """Share of the target's tokens that a head of so many rows had, and of how many."""
+        counts = [c for c in self.counts if c.mode == head_mode(n_rows)]
+        total = sum(c.total for c in counts)
+        return (sum(c.agreed for c in counts) / total if total else 0.0), total
+
+    def head_loss(self, n_rows: int) -> float:
+        """-log of the share to expect elsewhere; 0 for the whole head. Sizes that were not counted
+        are taken for the next smaller one, or lose everything."""
+        if not n_rows:
+            return 0.0
+        known = [c for c in self._head_sizes if c <= n_rows]
+        if not known:
+            return math.inf
+        agreement, total = self.head_agreement(known[-1])
+        return -math.log(expected_agreement(agreement * total, total))
+
+    @property
+    def _head_sizes(self) -> list[int]:
+        sizes = {c.mode.removeprefix(_HEAD) for c in self.counts if c.mode.startswith(_HEAD)}
+        return sorted(int(size) for size in sizes)
+
     def _margin_quantiles(self) -> tuple[float, ...]:
         if len(self.margins) <= _MARGIN_QUANTILES:
             return self.margins
@@ -224,7 +259,10 @@ class Fidelity:
             for i, mode, context, agreed, total, sq, shifts in data["counts"]
         )
         for c in counts:
-            known = 0 <= c.index < n_sublayers and 0 <= c.context_tokens <= MAX_COUNT
+            head = c.mode.startswith(_HEAD)
+            if head and not 0 < int(c.mode.removeprefix(_HEAD)) <= MAX_COUNT:
+                raise ValueError("a head is impossible")
+            known = 0 <= c.index < n_sublayers + head and 0 <= c.context_tokens <= MAX_COUNT
             shifts = 0 <= c.shifts <= c.total and 0.0 <= c.shift_sq < math.inf
             if not (known and shifts and 0 <= c.agreed <= c.total):
                 raise ValueError("a count is impossible")
@@ -327,6 +365,20 @@ def measure_fidelity(
         notes=tuple(notes),
         margins=tuple(float(m) for m in margins)[-_KEPT_MARGINS:],
     )
+
+
+def count_heads(backend: Backend, text: Text, sizes: Sequence[int]) -> Fidelity:
+    """How many tokens of the text's window short heads of these sizes had when the text came to
+    them: whatever else a draft leaves out, it picks no other. The window was decoded behind the
+    text's prompt just before. Computes nothing, unless the list of tokens is still to be made."""
+    n, window = len(backend.sublayers), text.window
+    start = len(text.prompt)
+    counts = []
+    for n_rows in sizes:
+        plan = Plan.skipping(n, [], n_rows)
+        had = int((~backend.lacked(window, start, plan)).sum())
+        counts.append(ItemCount(n, head_mode(n_rows), start, had, len(window)))
+    return Fidelity(tuple(counts))
 
 
 def probed_indices(sublayers: Sequence[SubLayer], stride: int, offset: int = 0) -> list[int]:

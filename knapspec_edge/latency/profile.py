@@ -26,6 +26,12 @@ class Sample:
     skipped: tuple[int, ...]  # sublayers left out
     head: bool  # whether logits were computed and a token was picked
     timing: Timing
+    head_rows: int = 0  # of a short head; 0: the whole one
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing was left out."""
+        return not self.skipped and not self.head_rows
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,12 @@ class LatencyProfile:
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths of full passes that were timed anywhere, ascending, 1 included."""
-        found = {s.width for s in self.samples if not s.skipped and s.head}
+        found = {s.width for s in self.samples if s.is_full and s.head}
         return tuple(sorted(found | {1}))
 
     def steps(self) -> list[Sample]:
         """Plain steps, by context."""
-        plain = [s for s in self.samples if s.width == 1 and s.head and not s.skipped]
+        plain = [s for s in self.samples if s.width == 1 and s.head and s.is_full]
         return sorted(plain, key=lambda s: s.context_tokens)
 
     @property
@@ -104,11 +110,15 @@ class LatencyProfile:
                 _from_hex(s["skipped"]),
                 bool(s["head"]),
                 _timing(s["timing"]),
+                int(s.get("head_rows", 0)),
             )
             for s in data["samples"]
         )
         if not all(
-            1 <= s.width <= MAX_COUNT and 0 <= s.context_tokens <= MAX_COUNT for s in samples
+            1 <= s.width <= MAX_COUNT
+            and 0 <= s.context_tokens <= MAX_COUNT
+            and 0 <= s.head_rows <= MAX_COUNT
+            for s in samples
         ):
             raise ValueError("a pass of no tokens, or behind an impossible number of them")
         covered = sorted(i for c in classes for i in c.members)
@@ -116,7 +126,7 @@ class LatencyProfile:
             raise ValueError("the classes do not cover the sublayers")
         if any(s.skipped and s.skipped[-1] >= n for s in samples):
             raise ValueError("a sample skips a sublayer that does not exist")
-        if not any(s.width == 1 and s.head and not s.skipped for s in samples):
+        if not any(s.width == 1 and s.head and s.is_full for s in samples):
             raise ValueError("no plain step was measured")
         return cls(
             n_sublayers=n,
@@ -135,7 +145,9 @@ class LatencyProfile:
 
 def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
     """The plan a sample was measured under; None is the full model."""
-    return Plan.skipping(n_sublayers, list(sample.skipped)) if sample.skipped else None
+    if sample.is_full:
+        return None
+    return Plan.skipping(n_sublayers, list(sample.skipped), sample.head_rows)
 
 
 def _timing(data: Mapping[str, Any]) -> Timing:

@@ -78,6 +78,7 @@ class _Task:
     width: int = 1
     skipped: tuple[int, ...] = ()
     head: bool = True
+    head_rows: int = 0  # of a short head
     importance: float = 1.0
     core: bool = False
     plan: Plan | None = None
@@ -86,7 +87,7 @@ class _Task:
 
     @property
     def is_step(self) -> bool:
-        return self.width == 1 and self.head and not self.skipped
+        return self.width == 1 and self.head and self.plan is None
 
 
 def context_grid(n_ctx: int, room: int, config: Config = DEFAULTS) -> list[int]:
@@ -333,6 +334,9 @@ class _Profiler:
                 self._add(context, skipped=skipped, importance=weight, core=core)
             if context in ends:
                 self._add(context, head=False, importance=0.5, core=context == grid[0])
+                for n_rows in self._short_heads():
+                    core = context == grid[0]
+                    self._add(context, head_rows=n_rows, importance=weight, core=core)
             if context not in curves:
                 continue
             for width in dict.fromkeys((*_CORE_WIDTHS, *_NARROW[1:], *_WIDE)):
@@ -359,6 +363,9 @@ class _Profiler:
             plans += [p for p in (cls.members, half) if 0 < len(p) < n]
         return plans
 
+    def _short_heads(self) -> tuple[int, ...]:
+        return self.backend.head_sizes if self.config.short_head else ()
+
     def _by_kind(self) -> list[tuple[int, ...]]:
         kinds: dict[str, list[int]] = {}
         for i, sublayer in enumerate(self.backend.sublayers):
@@ -367,8 +374,9 @@ class _Profiler:
 
     def _add(self, context: int, **settings: Any) -> None:
         task = _Task(context, **settings)
-        if task.skipped:
-            task.plan = Plan.skipping(len(self.backend.sublayers), list(task.skipped))
+        if task.skipped or task.head_rows:
+            n = len(self.backend.sublayers)
+            task.plan = Plan.skipping(n, list(task.skipped), task.head_rows)
         self._tasks.append(task)
 
     # -- what comes next ---------------------------------------------------------------------------
@@ -449,7 +457,7 @@ class _Profiler:
         levels = self._levels()
         curves: dict[int, list[_Task]] = {}
         for task in self._tasks:
-            if task.ratios and task.head and not task.skipped:
+            if task.ratios and task.head and task.plan is None:
                 curves.setdefault(task.context, []).append(task)
         for task in self._tasks:
             if not 0 < len(task.ratios) < _SETTLED_SAMPLES or not task.head:
@@ -598,7 +606,9 @@ class _Profiler:
                 timing = Timing.of([scale * ms for ms in raw])
             else:
                 timing = Timing.of([step_ms * ratio for ratio in task.ratios])
-            samples.append(Sample(task.context, task.width, task.skipped, task.head, timing))
+            samples.append(
+                Sample(task.context, task.width, task.skipped, task.head, timing, task.head_rows)
+            )
         return samples
 
     def _levels(self) -> dict[int, float]:

@@ -382,6 +382,10 @@ class LlamaBackend(Closing):
         if self._head is None:
             self._head_suggested = tuple(tokens)
 
+    def prepare_head(self, n_rows: int) -> None:
+        with self._alone():
+            self._short_head(n_rows)
+
     def lacked(
         self, tokens: Sequence[int], position: int, plan: Plan | None = None
     ) -> NDArray[np.bool_]:

@@ -39,9 +39,10 @@ def cuts(
 ) -> list[Cut]:
     """One for every saving that no other cut beats in both saving and agreement, ascending."""
     found = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    heads = _heads(costs, fidelity, context_tokens, config)
     return [
         Cut(
-            _plan(found.options[row]),
+            _plan(found.options[row], heads),
             int(found.saving_units[row]),
             math.exp(-float(found.losses[row])),
         )
@@ -56,11 +57,19 @@ def _sweep(
     sublayers: tuple[SubLayer, ...],
     config: Config,
 ) -> Sweep:
-    """Option 0 of an item is full, 1 skip; rows that save something, ascending."""
-    weights, _ = costs.integer_weights(context_tokens, largest_error=config.plan_rounding_error)
-    units = np.zeros((len(sublayers), 2), dtype=np.int64)
-    losses = np.zeros((len(sublayers), 2), dtype=np.float64)
-    losses[:, 1] = np.inf
+    """Option 0 of an item is full, 1 skip; the last item is the head, whose options are the sizes
+    of `_heads`. Rows that save something, ascending."""
+    weights, unit_ms = costs.integer_weights(
+        context_tokens, largest_error=config.plan_rounding_error
+    )
+    heads = _heads(costs, fidelity, context_tokens, config)
+    n_options = max(2, len(heads))
+    units = np.zeros((len(sublayers) + 1, n_options), dtype=np.int64)
+    losses = np.full((len(sublayers) + 1, n_options), np.inf)
+    losses[:, 0] = 0.0
+    for option, n_rows in enumerate(heads[1:], start=1):
+        units[-1, option] = round(costs.head_saving_ms(n_rows) / unit_ms)
+        losses[-1, option] = fidelity.head_loss(n_rows)
     for item in fidelity.agreements(sublayers):
         # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
         weight = 1 if costs.blind else int(weights[item.index])
@@ -72,8 +81,26 @@ def _sweep(
     return Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
 
 
-def _plan(options: NDArray[np.int16]) -> Plan:
-    return Plan(tuple(SKIP if option else FULL for option in options.tolist()))
+def _heads(
+    costs: Costs, fidelity: Fidelity, context_tokens: int, config: Config
+) -> tuple[int, ...]:
+    """Rows of the heads to choose from, 0 (the whole one) first, then those that save something
+    worth while, the largest first."""
+    if not config.short_head or costs.blind:
+        return (0,)
+    least_ms = config.head_min_share * costs.step_ms(context_tokens)
+    found = [
+        n_rows
+        for n_rows in costs.short_heads
+        if costs.head_saving_ms(n_rows) >= least_ms
+        and math.exp(-fidelity.head_loss(n_rows)) >= config.plan_floor_agreement
+    ]
+    return (0, *reversed(found))
+
+
+def _plan(options: NDArray[np.int16], heads: tuple[int, ...]) -> Plan:
+    *modes, head = options.tolist()
+    return Plan(tuple(SKIP if option else FULL for option in modes), heads[head])
 
 
 def candidate_plans(
@@ -94,9 +121,12 @@ def candidate_plans(
     if not len(found):
         return []
     verify_ms = verification_ms(costs, context_tokens, config)
+    heads = _heads(costs, fidelity, context_tokens, config)
     savings_ms = np.array([costs.saving_ms(i, context_tokens) for i in range(len(sublayers))])
-    drafts_ms = costs.step_ms(context_tokens) - found.options @ savings_ms  # f64 [rows]
-    least_ms = costs.draft_ms(Plan((SKIP,) * len(sublayers)), context_tokens)
+    heads_ms = np.array([costs.head_saving_ms(n_rows) for n_rows in heads])
+    saved_ms = found.options[:, :-1] @ savings_ms + heads_ms[found.options[:, -1]]  # f64 [rows]
+    drafts_ms = costs.step_ms(context_tokens) - saved_ms
+    least_ms = costs.draft_ms(Plan((SKIP,) * len(sublayers), heads[-1]), context_tokens)
     deepest = int(found.saving_units[-1])
     best: dict[int, tuple[float, int]] = {}
     for row in range(len(found)):
@@ -106,7 +136,7 @@ def candidate_plans(
         part = math.isqrt(config.plan_shortlist**2 * (saving - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, row)
-    return [_plan(found.options[row]) for _, (_, row) in sorted(best.items())]
+    return [_plan(found.options[row], heads) for _, (_, row) in sorted(best.items())]
 
 
 def verification_ms(

@@ -69,7 +69,7 @@ def by_promise(
     verify_ms = verification_ms(costs, context, config)
 
     def rate(plan: Plan) -> float:
-        alpha = joint_agreement(items, plan)
+        alpha = joint_agreement(items, plan, measured.fidelity)
         return geometric_rate(costs.draft_ms(plan, context), alpha, verify_ms)
 
     return sorted(plans, key=rate, reverse=True)

@@ -162,6 +162,7 @@ class Outlook:
                 {
                     "skipped": list(p.plan.skipped),
                     "n_skipped": dict(p.skipped),
+                    "head_rows": p.plan.head_rows,
                     "saved_share": p.saved_share,
                     "alpha": p.alpha,
                     "draft_tokens": p.draft_tokens,
@@ -479,13 +480,16 @@ def describe(judged: JudgedPlan) -> str:
     parts = [f"{n} {_NAMES.get(kind, kind)}" for kind, n in judged.skipped.items() if n]
     what = " and ".join(parts) if parts else "no"
     plural = "sublayer" if sum(judged.skipped.values()) == 1 else "sublayers"
-    return f"a draft without {what} {plural}, γ = {judged.draft.max_tokens}"
+    rows = judged.draft.plan.head_rows
+    head = f", with {rows:,} rows of the head" if rows else ""
+    return f"a draft without {what} {plural}{head}, γ = {judged.draft.max_tokens}"
 
 
 def _draft_json(draft: Draft) -> dict[str, Any]:
     return {
         "skipped": list(draft.plan.skipped),
         "modes": {i: str(m) for i, m in enumerate(draft.plan.modes) if m not in (FULL, SKIP)},
+        "head_rows": draft.plan.head_rows,
         "draft_max_tokens": draft.max_tokens,
         "draft_min_probability": draft.min_probability,
     }

@@ -17,6 +17,7 @@ from ..latency.costs import Costs
 from ..latency.drift import NO_CORRECTION, Correction
 from ..latency.fidelity import Fidelity, joint_agreement
 from ..latency.rounds import RoundTiming
+from ..latency.store import MAX_COUNT
 from ..records import FULL, SKIP, Plan, SubLayer
 from .acceptance import Judgement
 from .buckets import bucket_of, context_of
@@ -168,10 +169,22 @@ class PlanBook:
             )
             self.changed = True
 
+    def _may_use(self, plan: Plan) -> bool:
+        """What was kept may have a head that is not to be shortened now."""
+        return not plan.head_rows or (
+            self.config.short_head and plan.head_rows in self.costs.short_heads
+        )
+
     def propose(self, bucket: int, plans: Iterable[Plan]) -> None:
         """Candidates of another generator, or those that were solved for earlier."""
         known = self._shortlists.get(bucket, ())
         self._shortlists[bucket] = tuple(dict.fromkeys((*known, *plans)))
+
+    @property
+    def most_head_rows(self) -> int:
+        """Of the candidates' short heads the longest one; 0 without any."""
+        known = (*self._judged.values(), *self._shortlists.values())
+        return max((plan.head_rows for plans in known for plan in plans), default=0)
 
     def _nearest(self, bucket: int, plan: Plan) -> int | None:
         known = [b for b, plans in self._judged.items() if plan in plans]
@@ -237,8 +250,8 @@ class PlanBook:
         )
 
     def single_agreement(self, plan: Plan) -> float:
-        """Product of what was measured for each sublayer it leaves out."""
-        return joint_agreement(self._items, plan)
+        """Product of what was measured for each sublayer it leaves out, and for its head."""
+        return joint_agreement(self._items, plan, self.fidelity)
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -253,11 +266,13 @@ class PlanBook:
                 {
                     "bucket": b,
                     "shortlist": (
-                        [_skips(p) for p in self._shortlists[b]] if b in self._shortlists else None
+                        [_to_json(p) for p in self._shortlists[b]]
+                        if b in self._shortlists
+                        else None
                     ),
                     "judged": [
                         {
-                            "skipped": _skips(j.plan),
+                            "plan": _to_json(j.plan),
                             "windows": [
                                 {
                                     "agree": "".join("01"[a] for a in w.agree),
@@ -288,13 +303,15 @@ class PlanBook:
             shortlist = entry["shortlist"]
             known = data["latency_at"] == self.costs.profile.measured_at
             if known and shortlist is not None:
-                shortlists[b] = tuple(_plan(n, skipped) for skipped in shortlist)
+                plans = (_plan(n, plan) for plan in shortlist)
+                shortlists[b] = tuple(plan for plan in plans if self._may_use(plan))
             for item in entry["judged"]:
-                plan = _plan(n, item["skipped"])
+                plan = _plan(n, item["plan"] if "plan" in item else item["skipped"])
                 windows = tuple(_window(w) for w in item["windows"])
                 if not windows:
                     raise ValueError("a judged plan without text")
-                judged.setdefault(b, {})[plan] = Judgement(plan, windows)
+                if self._may_use(plan):
+                    judged.setdefault(b, {})[plan] = Judgement(plan, windows)
         self._shortlists = {**shortlists, **self._shortlists}
         for b, found in judged.items():
             new = {p: j for p, j in found.items() if (b, p) not in self._learned}
@@ -302,14 +319,22 @@ class PlanBook:
         self._estimates.clear()
 
 
-def _skips(plan: Plan) -> list[int]:
+def _to_json(plan: Plan) -> list[int] | dict[str, Any]:
+    """What is skipped; with a short head, that too."""
     if any(m not in (FULL, SKIP) for m in plan.modes):
         raise ValueError("only plans of full and skipped sublayers are kept")
-    return list(plan.skipped)
+    skipped = list(plan.skipped)
+    return {"skipped": skipped, "head_rows": plan.head_rows} if plan.head_rows else skipped
 
 
-def _plan(n: int, skipped: Sequence[Any]) -> Plan:
-    return Plan.skipping(n, [int(i) for i in skipped])
+def _plan(n: int, data: Sequence[Any] | Mapping[str, Any]) -> Plan:
+    """The inverse of `_to_json`. Raises one of store.INVALID."""
+    if not isinstance(data, Mapping):
+        return Plan.skipping(n, [int(i) for i in data])
+    head_rows = int(data["head_rows"])
+    if not 0 < head_rows <= MAX_COUNT:
+        raise ValueError("a head is impossible")
+    return Plan.skipping(n, [int(i) for i in data["skipped"]], head_rows)
 
 
 def _window(data: Mapping[str, Any]) -> Window:

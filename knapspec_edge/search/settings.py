@@ -88,7 +88,7 @@ def _speculation_ms(
     rates = [
         geometric_rate(
             costs.draft_ms(plan, context_tokens),
-            joint_agreement(items, plan),
+            joint_agreement(items, plan, fidelity),
             verify_ms,
         )
         for plan in candidate_plans(costs, fidelity, context_tokens, sublayers, config)

@@ -119,6 +119,7 @@ class _Predicted:
 def draft_json(engine: Engine, draft: Draft) -> dict[str, Any]:
     return {
         "skipped": [str(s) for s in engine.backend.sublayers if s.index in draft.plan.skipped],
+        "head_rows": draft.plan.head_rows,
         "max_tokens": draft.max_tokens,
         "min_probability": draft.min_probability,
     }
