@@ -105,7 +105,13 @@ class Backend(Protocol):
 
     @property
     def refusal(self) -> str | None:
-        """Why speculation is impossible with this model, or None."""
+        """Why drafting with a part of this model is impossible, or None."""
+        ...
+
+    @property
+    def cut_refusal(self) -> str | None:
+        """Why its cache cannot be cut back to accepted tokens, so that nothing at all can be
+        proposed to it, or None. Where this is a reason, `refusal` is one."""
         ...
 
     def is_end(self, token: int) -> bool:

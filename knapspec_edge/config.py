@@ -13,6 +13,8 @@ GPU_LAYERS_MAX = 2**31 - 1
 GENERATORS = ("knapspec", "knapspec-paper")
 # What a text has to be the same to, the default first: see Engine.open.
 EXACTNESS = ("default", "strict")
+# Whether and how to speculate, the default first; or a plan file.
+SPECS = ("auto", "on", "lookup", "off")
 # Kinds of prompts that `bench` makes.
 BENCH_TASKS = ("summarize", "code", "qa", "chat", "reason")
 # What a chat does where its context is full, the default first: say so, or drop the oldest turns.
@@ -133,6 +135,19 @@ class Config:
     plan_confidence: float = 3.0
     plan_fading_tokens: int = 128  # after which what a plan was judged on counts for half
     calibration_memory_tokens: float = 512.0  # drafted tokens that acceptance is estimated from
+
+    # lookup in prompt and answer
+    lookup_places: int = 16  # of those where the latest two tokens stood, looked at anew per token
+    # Tokens proposed: with the plain step and a draft's passes no more widths than graphs are kept.
+    lookup_lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
+    lookup_margin_tokens: float = 0.05  # gain per round that a proposal has to promise
+    lookup_session_matches: float = 256.0  # of each sort, that older ones fade by
+    lookup_answer_matches: float = 48.0  # the same within one answer
+    lookup_session_weight: float = 16.0  # matches that what is known beforehand counts for
+    lookup_answer_weight: float = 4.0  # and in an answer, what was seen in those before it
+    lookup_measure_seconds: float = 5.0  # of the verification curve, where lookups are all there is
+    lookup_pace_rounds: float = 32.0  # rounds that the price of time is taken from
+    lookup_loss_steps: float = 3.0  # plain steps an answer may lose before lookups end in it
 
     # search over hidden states
     dp_min_cosine: float = 0.5  # the paper's τ

@@ -220,6 +220,8 @@ class RoundTimes:
     right: tuple[bool, ...] = ()
     tokens: int = 1  # emitted
     elapsed_ms: float = 0.0  # of the whole round
+    # the drafted tokens are the policy's own (decode.policy.Proposer): no plan was run for them
+    proposed: bool = False
 
     @property
     def width(self) -> int:
@@ -245,7 +247,8 @@ class Stats:
     ``completion_tokens == draft_n_accepted + rounds + 1 - cut_n``.
     Lengths and places count the same drafted tokens: the sum of k times accepted_lengths[k], and
     the sum of accepted_at, are `draft_n_accepted`; accepted_at[i] is the number of rounds that
-    accepted more than i.
+    accepted more than i. `proposed_n` and `proposed_n_accepted` are parts of `draft_n` and
+    `draft_n_accepted`; the rest was drafted under a plan.
     """
 
     prompt_tokens: int = 0
@@ -254,6 +257,9 @@ class Stats:
     rounds: int = 0
     draft_n: int = 0
     draft_n_accepted: int = 0
+    # of these, tokens that the policy proposed, without running a part of the target for them
+    proposed_n: int = 0
+    proposed_n_accepted: int = 0
     target_n: int = 0
     cut_n: int = 0
     prompt_ms: float = 0.0

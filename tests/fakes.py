@@ -222,7 +222,7 @@ class FakeBackend:
         self.max_verify_tokens = max_verify_tokens
         self.sublayers = () if refusal else sublayers_of(n_layer, parallel=parallel)
         self.traits = traits_of(self.sublayers, n_ctx)
-        self.refusal = refusal
+        self.refusal = self.cut_refusal = refusal
         self.costs = costs or Costs()
         self.can_cut = can_cut
         self.slice_tokens = slice_tokens

@@ -273,6 +273,7 @@ class LlamaBackend(Closing):
         self._sublayers: tuple[SubLayer, ...] = ()
         self._traits: tuple[Traits, ...] = ()
         self._n_hidden = 0  # width of the residual stream
+        self._cut_refusal = self._find_cut_refusal()
         self._refusal = self._branch_refusal = self._find_refusal()
         if not self._sublayers:
             return
@@ -289,24 +290,31 @@ class LlamaBackend(Closing):
         reason = self._lib.knapspec_head_refusal(self._pointer).decode(errors="replace")
         return f"architecture {self.model.architecture}: {reason}" if reason else None
 
-    def _find_refusal(self) -> str | None:
+    def _find_cut_refusal(self) -> str | None:
         model = self.model
         name = model.architecture
         if not self._memory or not model.has_decoder:
             return f"architecture {name} does not generate text token by token"
         if model.is_diffusion:
             return f"architecture {name} does not generate text from left to right"
-        try:
-            self._sublayers = plans.read_sublayers(self._lib, self._pointer)
-            self._traits = plans.read_traits(self._lib, self._pointer, len(self._sublayers))
-        except PlanError as error:
-            return f"the sublayers of architecture {name} are not recognised ({error})"
         if model.is_recurrent:
             return (
                 f"architecture {name} keeps a recurrent state, which cannot be cut back to the "
                 "accepted tokens"
             )
         return None
+
+    def _find_refusal(self) -> str | None:
+        model = self.model
+        name = model.architecture
+        if self._cut_refusal is not None and not model.is_recurrent:
+            return self._cut_refusal
+        try:
+            self._sublayers = plans.read_sublayers(self._lib, self._pointer)
+            self._traits = plans.read_traits(self._lib, self._pointer, len(self._sublayers))
+        except PlanError as error:
+            return f"the sublayers of architecture {name} are not recognised ({error})"
+        return self._cut_refusal
 
     # lifetime
 
@@ -404,6 +412,10 @@ class LlamaBackend(Closing):
             self._head, self._plan = None, None
             self._head = ShortHead(self._lib, self.pointer, self.model, sizes, self._head_suggested)
         return self._head
+
+    @property
+    def cut_refusal(self) -> str | None:
+        return self._cut_refusal
 
     def is_end(self, token: int) -> bool:
         return self.model.is_end(token)

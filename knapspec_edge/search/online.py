@@ -79,6 +79,7 @@ class OnlinePlanner:
         self._proven: set[Plan] | None = None
         # emitted tokens of this answer up to which a plan was judged
         self._judged_to: dict[Plan, int] = {}
+        self._proposed_to = 0  # position behind the latest token that a proposal got right
         self._can_judge = True
         self._judge_after = 0  # decoded tokens, before which nothing new can be expected
         # (right, confidence) of tokens drafted with the plan in use that the book does not hold yet
@@ -102,6 +103,19 @@ class OnlinePlanner:
     def stopped(self) -> str | None:
         return self._ended
 
+    def outlook(self) -> tuple[float, float] | None:
+        """(tokens per ms, tokens per round) to expect of the plan in use in the next round; None
+        where that is a plain step."""
+        active = self._active
+        if active is None or (self._guard is not None and not self._guard.may_speculate()):
+            return None
+        per_round = 2.0 if active.replay is None else active.replay.tokens_per_round
+        return active.rate, per_round
+
+    def verification_ms(self, context_tokens: int) -> tuple[float, ...]:
+        """[j]: verifying j drafted tokens at this context, j = 0 being a plain step, in ms."""
+        return self._book.verification_ms(context_tokens, self._correction)
+
     @property
     def active(self) -> Estimate | None:
         """The plan in use; None: plain decoding."""
@@ -115,6 +129,7 @@ class OnlinePlanner:
             self._bucket = None
         self._sampling = sampling
         self._judged_to.clear()
+        self._proposed_to = 0
         self._can_judge = self._backend.max_beside_tokens > 0
         self._judge_after = 0
         if not self._can_judge:
@@ -164,8 +179,12 @@ class OnlinePlanner:
         self._rounds += 1
         self._tokens += times.tokens
         active, rule = self._active, self._rule
-        self._drift.observe(times, None if active is None else active.plan)
-        if active is not None and rule is not None:
+        self._drift.observe(times, None if active is None or times.proposed else active.plan)
+        if times.proposed:
+            # tells nothing about plans: they draft where nobody proposes
+            if times.accepted:
+                self._proposed_to = times.context_tokens + times.tokens
+        elif active is not None and rule is not None:
             if self._guard is not None:
                 speculated = times.drafted > 0
                 self._guard.observe(times.elapsed_ms, times.tokens, speculated=speculated)
@@ -353,6 +372,11 @@ class OnlinePlanner:
         """Judge the most promising plan on the latest tokens, if there is one and time for it."""
         config = self._config
         assert self._bucket is not None
+        # a plan is worth what it does where nothing is proposed
+        own = position - self._proposed_to
+        if own < config.plan_min_window_tokens:
+            self._judge_after = self._tokens + config.plan_min_window_tokens - own
+            return
         chosen = self._promising(len(emitted))
         if chosen is None:
             # nothing could pay: look again when the text has gone on
@@ -361,7 +385,7 @@ class OnlinePlanner:
         plan, fresh = chosen
         most = min(self._backend.max_beside_tokens, config.measure_window_tokens)
         affordable = int(self._saved_ms / max(1e-9, self._judge_cost_ms(1)))
-        width = min(fresh, most, affordable, len(emitted) - 1)
+        width = min(fresh, most, affordable, len(emitted) - 1, own)
         if width < min(most, config.plan_min_window_tokens):
             self._needed_ms = self._judge_cost_ms(config.plan_min_window_tokens)
             return

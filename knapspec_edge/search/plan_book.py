@@ -196,13 +196,18 @@ class PlanBook:
         self, plan: Plan, context_tokens: int, correction: Correction = NO_CORRECTION
     ) -> Prices:
         """Costs of the model, scaled by real rounds, then by the machine's drift."""
-        costs = self.costs
-        step_ms = correction.step * costs.step_ms(context_tokens)
+        curve = self.verification_ms(context_tokens, correction)
         draft_scale = correction.draft * _typical(self._draft_logs)
-        verify_scale = correction.verify * _typical(self._verify_logs)
-        draft_ms = draft_scale * costs.draft_ms(plan, context_tokens)
-        curve = verification_curve(costs, context_tokens, step_ms, verify_scale, self.config)
-        return Prices(step_ms, draft_ms, curve)
+        draft_ms = draft_scale * self.costs.draft_ms(plan, context_tokens)
+        return Prices(curve[0], draft_ms, curve)
+
+    def verification_ms(
+        self, context_tokens: int, correction: Correction = NO_CORRECTION
+    ) -> tuple[float, ...]:
+        """Prices.verify_ms, which no plan changes."""
+        step_ms = correction.step * self.costs.step_ms(context_tokens)
+        scale = correction.verify * _typical(self._verify_logs)
+        return verification_curve(self.costs, context_tokens, step_ms, scale, self.config)
 
     def estimate(
         self,

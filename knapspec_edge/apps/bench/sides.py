@@ -109,7 +109,7 @@ class _Predicted:
                 self.total_ms = None
                 return
             self.total_ms += self._costs.verify_ms(context, times.width)
-            if times.drafted and stats.latest_draft is not None:
+            if times.drafted and not times.proposed and stats.latest_draft is not None:
                 draft_ms = self._costs.draft_ms(stats.latest_draft.plan, context)
                 self.total_ms += times.drafted * draft_ms
 
