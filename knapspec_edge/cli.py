@@ -21,6 +21,7 @@ from .cli_options import (
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
     THREADS,
+    WINDOWS,
     Arguments,
     Number,
     answer_settings,
@@ -32,7 +33,14 @@ from .cli_options import (
     with_options,
 )
 from .cli_summarize import summarize
-from .config import BENCH_TASKS, CTX_TOKENS_MAX, DEFAULTS, GENERATORS, OVERFLOWS
+from .config import (
+    BENCH_TASKS,
+    CTX_TOKENS_MAX,
+    DEFAULTS,
+    GENERATORS,
+    OVERFLOWS,
+    without_windows,
+)
 from .errors import Interrupted, KnapspecError, ModelError, UsageError
 from .folders import expanded, read_at_most
 from .native.giving_up import on_abort
@@ -699,6 +707,7 @@ def profile(
     help="Also show at how many positions the cosine of the states alone guarantees the token.",
 )
 @option("--save", metavar="FILE", help="Write the best draft as a plan file for --spec FILE.")
+@WINDOWS
 @with_options(*MODEL_OPTIONS, *OUTPUT_OPTIONS)
 def plan(
     model: str | None,
@@ -709,6 +718,7 @@ def plan(
     plot: str | None,
     certify: bool,
     save: str | None,
+    windows: bool,
     quiet: bool,
     verbose: bool,
     **options: Any,
@@ -759,6 +769,7 @@ def plan(
             ),
             terminal.progress,
             warn=terminal.warning,
+            config=app.ASKED if windows else without_windows(app.ASKED),
         )
     finally:
         terminal.clear_progress()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .config import DEFAULTS, without_windows
 from .errors import KnapspecError, UsageError
 
 if TYPE_CHECKING:
@@ -92,7 +93,10 @@ def engine_options(options: dict[str, Any]) -> dict[str, Any]:
         "ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "policy", "draft_model",
         "exact", "lookup", "template",
     )  # fmt: skip
-    return {name: options[name] for name in names if name in options}
+    found = {name: options[name] for name in names if name in options}
+    if options.get("windows") is False:
+        found["config"] = without_windows(DEFAULTS)
+    return found
 
 
 def confirm_licence(terminal: Terminal) -> Callable[[Model], bool] | None:

@@ -257,6 +257,13 @@ MODEL_OPTIONS = (
     ),
     ACCEPT_LICENCE,
 )
+WINDOWS = option(
+    "--windows/--no-windows",
+    default=True,
+    show_default=True,
+    help="Whether the attention of a draft may be limited to the first and the most recent tokens "
+    "where the context is long. The text is the same.",
+)
 ANSWER_OPTIONS = (
     option(
         "--spec",
@@ -287,6 +294,7 @@ ANSWER_OPTIONS = (
         shell_complete=cli_completion.model,
         help="A small model with the vocabulary of MODEL, for --policy draft-model.",
     ),
+    WINDOWS,
     option(
         "--exact",
         type=click.Choice(EXACTNESS),

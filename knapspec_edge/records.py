@@ -6,6 +6,7 @@ tokens, and both stand in the names.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -47,6 +48,20 @@ class Mode:
 FULL = Mode(ModeKind.FULL)
 SKIP = Mode(ModeKind.SKIP)
 
+_WINDOW = re.compile(r"window:(\d{1,9})\+(\d{1,9})", re.ASCII)
+
+
+def parse_mode(text: str) -> Mode:
+    """The inverse of str(mode): "full", "skip", "window:SINK+WINDOW". Raises ValueError."""
+    if text == FULL.kind.value:
+        return FULL
+    if text == SKIP.kind.value:
+        return SKIP
+    match = _WINDOW.fullmatch(text)
+    if match is None or int(match[2]) < 1:
+        raise ValueError(f"unknown mode {text!r}; it has to be full, skip or window:SINK+WINDOW")
+    return Mode(ModeKind.WINDOW, int(match[1]), int(match[2]))
+
 
 @dataclass(frozen=True)
 class SubLayer:
@@ -72,6 +87,7 @@ class Traits:
     n_experts: int = 0
     n_experts_used: int = 0
     device: str = ""  # buffer type of its weights, such as "CPU" or "CUDA0"
+    can_window: bool = False  # its attention can be limited to the first and most recent tokens
 
 
 @dataclass(frozen=True)
@@ -104,6 +120,10 @@ class Plan:
     @property
     def skipped(self) -> tuple[int, ...]:
         return tuple(i for i, m in enumerate(self.modes) if m.kind is ModeKind.SKIP)
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        return tuple(i for i, m in enumerate(self.modes) if m.kind is ModeKind.WINDOW)
 
     @property
     def is_full(self) -> bool:

@@ -7,6 +7,7 @@ profiler would have seen.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +36,13 @@ class Work:
     window_cells: int = 0  # its cache holds no more
     per_further_token: float = 0.1  # in a pass of several, of the cost of the first
     weight_bytes: int = 1000
+    can_window: bool = False
 
-    def ms(self, context_tokens: float, width: int = 1) -> float:
+    def ms(self, context_tokens: float, width: int = 1, most_tokens: float = math.inf) -> float:
+        """`most_tokens`: what a window of the plan lets it read."""
         end = context_tokens + width - 1
-        cells = cells_read(end)
-        tokens = end
+        cells = min(cells_read(end), most_tokens)
+        tokens = min(end, most_tokens)
         if self.window_cells:
             cells = min(cells, self.window_cells)
         once = self.constant_ms + self.per_token_ms * tokens + self.per_cell_ms * cells
@@ -50,7 +53,9 @@ class Work:
         if not (self.per_token_ms or self.per_cell_ms):
             return Traits(signature, self.weight_bytes)
         cells = self.window_cells or n_ctx
-        return Traits(signature, self.weight_bytes, cell_bytes=64, n_cells=cells)
+        return Traits(
+            signature, self.weight_bytes, cell_bytes=64, n_cells=cells, can_window=self.can_window
+        )
 
 
 def attention(constant_ms: float = 0.5, per_token_ms: float = 1e-4, **options: Any) -> Work:
@@ -87,9 +92,17 @@ class Truth:
         return tuple(w.traits(n_ctx) for w in self.works)
 
     def ms(
-        self, context: float, width: int = 1, skipped: Iterable[int] = (), head: bool = True
+        self,
+        context: float,
+        width: int = 1,
+        skipped: Iterable[int] = (),
+        head: bool = True,
+        plan: Plan | None = None,
     ) -> float:
-        """A pass of `width` tokens behind `context` tokens."""
+        """A pass of `width` tokens behind `context` tokens; `plan`: for its windows alone."""
+        most = [math.inf] * self.n
+        for i in () if plan is None else plan.windowed:
+            most[i] = plan.modes[i].sink_tokens + plan.modes[i].window_tokens
         left_out = set(skipped)
         if not head and self.works[-1].kind is Kind.MLP:
             left_out.add(self.n - 1)  # nobody needs its rows
@@ -97,7 +110,7 @@ class Truth:
         if head:
             total += self.head_ms * (1.0 + self.head_per_further_token * (width - 1))
         return total + sum(
-            w.ms(context, width) for i, w in enumerate(self.works) if i not in left_out
+            w.ms(context, width, most[i]) for i, w in enumerate(self.works) if i not in left_out
         )
 
     def random_plans(self, count: int, seed: int) -> list[tuple[int, ...]]:
@@ -197,8 +210,9 @@ class Clockwork:
     def _pass(self, width: int, plan: Plan | None, head: bool = True) -> None:
         assert self.n_past + width <= self.n_ctx
         skipped = plan.skipped if plan is not None else ()
-        ms = self.noise(self.truth.ms(self.n_past, width, skipped, head), self.clock())
-        graph = (width, skipped, head, cells_read(self.n_past, width))
+        ms = self.noise(self.truth.ms(self.n_past, width, skipped, head, plan), self.clock())
+        modes = None if plan is None else plan.modes
+        graph = (width, modes, head, cells_read(self.n_past, width))
         if graph in self._graphs:
             self._graphs.remove(graph)
         else:

@@ -33,6 +33,7 @@ from knapspec_edge.errors import (
     UsageError,
 )
 from knapspec_edge.records import (
+    FULL,
     GREEDY,
     Grammar,
     Kind,
@@ -166,23 +167,26 @@ class Costs:
         total = self.fixed_ms + self.head_ms
         if plan is not None and plan.head_rows:
             total -= self.head_ms * (1.0 - plan.head_rows / self.n_vocab)
-        attention = self.attention_ms + self.attention_ms_per_1k * n_past / 1000.0
         for i, sublayer in enumerate(sublayers):
-            if plan is not None and plan.modes[i].kind is ModeKind.SKIP:
+            mode = FULL if plan is None else plan.modes[i]
+            if mode.kind is ModeKind.SKIP:
                 continue
             if sublayer.kind is not Kind.MLP:
-                total += attention
+                read = n_past
+                if mode.kind is ModeKind.WINDOW:
+                    read = min(n_past, mode.sink_tokens + mode.window_tokens)
+                total += self.attention_ms + self.attention_ms_per_1k * read / 1000.0
             if sublayer.kind is not Kind.ATTENTION:
                 total += self.mlp_ms
         return total
 
 
-def traits_of(sublayers: Sequence[SubLayer], n_ctx: int) -> tuple[Traits, ...]:
+def traits_of(
+    sublayers: Sequence[SubLayer], n_ctx: int, *, can_window: bool = False
+) -> tuple[Traits, ...]:
     """Attention reads the whole cache, an MLP none of it."""
-    return tuple(
-        Traits(2, 2000) if s.kind is Kind.MLP else Traits(1, 1000, cell_bytes=64, n_cells=n_ctx)
-        for s in sublayers
-    )
+    attention = Traits(1, 1000, cell_bytes=64, n_cells=n_ctx, can_window=can_window)
+    return tuple(Traits(2, 2000) if s.kind is Kind.MLP else attention for s in sublayers)
 
 
 @dataclass(frozen=True)
@@ -215,13 +219,14 @@ class FakeBackend:
         can_cut: bool = True,
         slice_tokens: int = 8,
         beside_tokens: int = 32,
+        can_window: bool = False,
     ) -> None:
         self.model = model or ToyModel()
         self.n_ctx = n_ctx
         self.n_vocab = self.model.n_vocab
         self.max_verify_tokens = max_verify_tokens
         self.sublayers = () if refusal else sublayers_of(n_layer, parallel=parallel)
-        self.traits = traits_of(self.sublayers, n_ctx)
+        self.traits = traits_of(self.sublayers, n_ctx, can_window=can_window)
         self.refusal = self.cut_refusal = refusal
         self.costs = costs or Costs()
         self.can_cut = can_cut

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..records import Kind, SubLayer
+from ..records import Kind, ModeKind, SubLayer
 from ..search.outlook import CurvePoint, Item, JudgedPlan, Outlook
 from .certify import Certification
 from .plan import PlanReport
@@ -90,8 +90,11 @@ def _draft_line(outlook: Outlook, best: JudgedPlan) -> str:
     skipped = ", ".join(
         f"{best.skipped[kind.value]} of {n} {kind_name(kind)}" for kind, n in kinds.items()
     )
+    windows = [str(m) for m in best.draft.plan.modes if m.kind is ModeKind.WINDOW]
+    widths = ", ".join(f"{windows.count(w)} with {w}" for w in dict.fromkeys(windows))
     return (
-        f"{skipped} sublayers skipped; {best.drafted_per_round:.1f} tokens a round on average, "
+        f"{skipped} sublayers skipped{f', {widths}' if widths else ''}; "
+        f"{best.drafted_per_round:.1f} tokens a round on average, "
         f"each draft as long as it is worth; in a plan file γ = {best.draft.max_tokens}, and none "
         f"after a token less sure than {best.draft.min_probability:.2f}"
     )
@@ -153,6 +156,8 @@ def _items(outlook: Outlook) -> tuple[Table | Facts, ...]:
             row += _item_cells(outlook, by_layer.get(layer))
         rows.append(tuple(row))
     caption = "Cost in a step, and the share of the model's picks that survive leaving one out"
+    if outlook.draft is not None and outlook.draft.plan.windowed:
+        caption += ", or its window"
     if any(i.agreed is None for i in outlook.items):
         caption += " (~: interpolated)"
     return Table(tuple(columns), tuple(rows), caption, together=6), _parts(outlook)
@@ -205,11 +210,17 @@ def _ms_and_share(ms: float, outlook: Outlook) -> str:
 def _curve(outlook: Outlook, front: Sequence[CurvePoint]) -> Table:
     kinds = _by_kind(outlook.sublayers)
     top = max([1.0, *(p.ratio for p in front)])
-    columns = ("saved\nof a step", *(f"{kind_name(k)}\nskipped" for k in kinds))
+    windows = any(p.windowed for p in outlook.curve)
+    columns = (
+        "saved\nof a step",
+        *(f"{kind_name(k)}\nskipped" for k in kinds),
+        *(["\nwindowed"] if windows else []),
+    )
     rows = tuple(
         (
             f"{100.0 * p.saved_share:.1f} %",
             *(str(p.skipped[k.value]) for k in kinds),
+            *([str(p.windowed)] if windows else []),
             f"{p.alpha:.2f}",
             str(p.draft_tokens),
             f"{p.ratio:.2f}x",
@@ -231,12 +242,14 @@ def _bar(point: CurvePoint, top: float) -> str:
 
 def _judged(outlook: Outlook) -> tuple[Table, ...]:
     kinds = _by_kind(outlook.sublayers)
+    windows = any(p.windowed for p in outlook.judged)
     rows = []
     for n, plan in enumerate(outlook.judged, start=1):
         rows.append(
             (
                 str(n),
                 *(str(plan.skipped[k.value]) for k in kinds),
+                *([str(plan.windowed)] if windows else []),
                 str(plan.draft.max_tokens),
                 f"{plan.agreement:.2f}",
                 f"{plan.agreed}/{plan.total}",
@@ -249,12 +262,14 @@ def _judged(outlook: Outlook) -> tuple[Table, ...]:
                 "yes" if plan.timed else "no",
             )
         )
-    off = ("off", *("0" for _ in kinds), "0", "", "", "", "1.00", "", "1.00", "1.00x", "1.00x", "")
+    none = ("0",) * (len(kinds) + windows)
+    off = ("off", *none, "0", "", "", "", "1.00", "", "1.00", "1.00x", "1.00x", "")
     ahead = sum(p.ratio > 1.0 for p in outlook.judged) if outlook.state == "on" else 0
     rows.insert(ahead, off)
     columns = (
         "\nplan",
         *(f"{kind_name(k)}\nskipped" for k in kinds),
+        *(["\nwindowed"] if windows else []),
         "\nγ",
         "\nα",
         "\npicks",
@@ -414,10 +429,11 @@ def to_json(report: PlanReport) -> dict[str, Any]:
                    agreement (as counted), expected (elsewhere), agreed (null: interpolated), total,
                    interval (95 %)
     curve          the knapsack's plan for every saving that is not beaten in both saving and alpha:
-                   skipped, n_skipped (by kind), saved_share, alpha (product of what single skips
-                   let expect), draft_tokens (best γ), ratio (predicted speed relative to plain
-                   decoding, geometric)
-    judged         best first: the keys of plan, n_skipped, agreement, agreed, total, interval,
+                   skipped, modes, n_skipped (by kind), n_windowed, saved_share, alpha (product of
+                   what singles let expect), draft_tokens (best γ), ratio (predicted speed relative
+                   to plain decoding, geometric)
+    judged         best first: the keys of plan, n_skipped, n_windowed, agreement, agreed, total,
+                   interval,
                    acceptance (p_1..p_γ), tokens_per_round, drafted_per_round; in plain steps
                    draft_cost (c), verify_cost (γ + 1 tokens), verify_slope (s, at its smallest);
                    ratio, geometric_ratio, timed (in real rounds)

@@ -20,7 +20,7 @@ from ..latency.fidelity import Fidelity
 from ..latency.profile import Sample
 from ..latency.profiler import INTERRUPTED
 from ..latency.regression import Line, fit_line, t95
-from ..records import Kind, SubLayer
+from ..records import Kind, Mode, SubLayer
 from .profile import ProfileReport, SettingResult
 from .report import (
     Facts,
@@ -302,6 +302,8 @@ def _setting(report: ProfileReport, result: SettingResult) -> Section:
 def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
     columns = ["context\ntokens", "step\nms", "tokens/s"]
     columns += [f"{group.name}\nms each" for group in groups]
+    windows = [(g, m) for g in groups for m in costs.window_modes if _windowed(costs, g, m)]
+    columns += [f"{g.name}\n{_width(m)}, ms" for g, m in windows]
     columns += ["head\nms", "rest\nms"]
     mixers = [k for k in (Kind.ATTENTION, Kind.BLOCK) if any(g.kind is k for g in groups)]
     if mixers:
@@ -311,11 +313,28 @@ def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
         step_ms = costs.step_ms(context)
         row = [f"{context:,}", sig(step_ms), sig(1000.0 / step_ms)]
         row += [sig(group.ms(context)) for group in groups]
+        row += [_windowed(costs, g, m).get(context, "") for g, m in windows]
         row += [sig(costs.head_ms()), sig(costs.rest_ms(context))]
         if mixers:
             row.append(f"{100.0 * costs.share([mixers[0].value], context):.0f} %")
         rows.append(tuple(row))
     return Table(tuple(columns), tuple(rows), "A step of one token, by context")
+
+
+def _width(mode: Mode) -> str:
+    return f"last {mode.window_tokens:,}"
+
+
+def _windowed(costs: Costs, group: Group, mode: Mode) -> dict[int, str]:
+    """Mean cost of a sublayer of this group under a window, by context."""
+    members = [costs.window_points(i, mode) for i in group.members]
+    if not all(members):
+        return {}
+    shared = set.intersection(*({c for c, _ in points} for points in members))
+    return {
+        context: sig(statistics.fmean(dict(points)[context] for points in members))
+        for context in sorted(shared)
+    }
 
 
 def verification_widths(costs: Costs) -> list[int]:
@@ -642,6 +661,8 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "context_tokens": sample.context_tokens,
         "width_tokens": sample.width,
         "skipped": list(sample.skipped),
+        "windowed": list(sample.windowed),
+        "window": None if sample.window is None else str(sample.window),
         "head": sample.head,
         **asdict(sample.timing),
     }
@@ -671,6 +692,14 @@ def _class_json(costs: Costs, cost: ClassCost) -> dict[str, Any]:
             }
             for context, ms, error in cost.points
         ],
+        "windows": {
+            str(mode): [
+                {"context_tokens": context, "ms": ms}
+                for context, ms in costs.window_points(cls.members[0], mode)
+            ]
+            for mode in costs.window_modes
+            if costs.window_points(cls.members[0], mode)
+        },
     }
 
 

@@ -13,13 +13,13 @@ interpolated between the measured contexts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..records import ModeKind, Plan
+from ..records import SKIP, Mode, ModeKind, Plan
 from .classes import LayerClass
 from .profile import LatencyProfile, Sample, plan_of
 from .regression import Line, fit_line, non_negative_least_squares
@@ -82,19 +82,51 @@ class Costs:
         """A plain step: the full model over one token, pick included."""
         return self._step(context_tokens)
 
-    def saving_ms(self, sublayer: int, context_tokens: float) -> float:
-        """What leaving this sublayer out of a step saves; >= 0."""
-        return self._curves[self._class_of[sublayer]](context_tokens)
+    def saving_ms(self, sublayer: int, context_tokens: float, mode: Mode = SKIP) -> float:
+        """What this mode of a sublayer, leaving it out by default, saves of a step; >= 0.
+
+        A window that was not measured, or that holds all the context, saves nothing.
+        """
+        cls = self._class_of[sublayer]
+        if mode.kind is ModeKind.FULL:
+            return 0.0
+        full_ms = self._curves[cls](context_tokens)
+        if mode.kind is ModeKind.SKIP:
+            return full_ms
+        points = self._windowed.get((cls, mode))
+        if points is None or context_tokens <= mode.sink_tokens + mode.window_tokens:
+            return 0.0
+        contexts, times = zip(*points, strict=True)
+        return max(0.0, full_ms - float(np.interp(context_tokens, contexts, times)))
+
+    @property
+    def window_modes(self) -> list[Mode]:
+        """The windows that were measured, the widest first."""
+        found = {mode for _, mode in self._windowed}
+        return sorted(found, key=lambda m: (-m.window_tokens, m.sink_tokens))
+
+    def window_points(self, sublayer: int, mode: Mode) -> list[tuple[int, float]]:
+        """(context, ms of this sublayer under this window), as fitted to what was measured."""
+        return list(self._windowed.get((self._class_of[sublayer], mode), ()))
+
+    def windows(self, sublayer: int, context_tokens: float) -> list[Mode]:
+        """The windows that save something here, the widest first."""
+        return [m for m in self.window_modes if self.saving_ms(sublayer, context_tokens, m) > 0.0]
 
     def draft_ms(self, plan: Plan, context_tokens: float) -> float:
         """One draft step. Never below the part of a step that belongs to no sublayer."""
         step_ms = self.step_ms(context_tokens)
         per_class = [curve(context_tokens) for curve in self._curves]
-        saved = sum(
-            per_class[self._class_of[i]]
-            for i, mode in enumerate(plan.modes)
-            if mode.kind is ModeKind.SKIP
-        )
+        counts: dict[tuple[int, Mode], int] = {}
+        saved = 0.0
+        for i, mode in enumerate(plan.modes):
+            if mode.kind is ModeKind.SKIP:
+                saved += per_class[self._class_of[i]]
+            elif mode.kind is ModeKind.WINDOW:
+                key = (self._class_of[i], mode)
+                counts[key] = counts.get(key, 0) + 1
+        for (cls, mode), n in counts.items():
+            saved += n * self.saving_ms(self.classes[cls].members[0], context_tokens, mode)
         step_ms -= self.head_saving_ms(plan.head_rows)
         return max(0.0, step_ms - self._spent(per_class), step_ms - saved)
 
@@ -269,13 +301,19 @@ class Costs:
         """Cost of each class at each context, then along the contexts."""
         n_classes = len(self.classes)
         points: list[list[tuple[int, float, float]]] = [[] for _ in range(n_classes)]
+        # ms of one sublayer of a class under a window, by context
+        self._windowed: dict[tuple[int, Mode], list[tuple[int, float]]] = {}
         for context in self._contexts:
             samples = [
                 s
                 for s in self.profile.samples
                 if s.context_tokens == context and s.width == 1 and s.head and not s.head_rows
             ]
-            counts = np.array([self._counts(s) for s in samples], dtype=np.float64)
+            windows = sorted(
+                {(self._class_of[i], s.window) for s in samples for i in s.windowed if s.window},
+                key=lambda pair: (pair[0], str(pair[1])),
+            )
+            counts = np.array([self._counts(s, windows) for s in samples], dtype=np.float64)
             times = np.array([s.timing.median_ms for s in samples])
             sigmas = np.maximum(1e-9, times * np.array([_error(s) for s in samples]))
             rows = np.column_stack([np.ones(len(samples)), counts])
@@ -284,6 +322,11 @@ class Costs:
                 # a class that no sample leaves out cannot be told from what is fixed
                 if np.ptp(counts[:, c]) > 0.0:
                     points[c].append((int(context), float(costs[1 + c]), float(errors[1 + c])))
+            for k, pair in enumerate(windows, start=1 + n_classes):
+                if pair[1] is not None:
+                    self._windowed.setdefault((pair[0], pair[1]), []).append(
+                        (int(context), float(costs[k]))
+                    )
         self.class_costs: list[ClassCost] = []
         self._curves: list[Curve] = []
         for cls, own in zip(self.classes, points, strict=True):
@@ -291,10 +334,14 @@ class Costs:
             self.class_costs.append(cost)
             self._curves.append(curve)
 
-    def _counts(self, sample: Sample) -> list[int]:
-        """How many sublayers of each class ran."""
-        skipped = set(sample.skipped)
-        return [sum(i not in skipped for i in cls.members) for cls in self.classes]
+    def _counts(self, sample: Sample, windows: Sequence[tuple[int, Mode | None]]) -> list[int]:
+        """How many sublayers of each class ran in full, then how many under each window."""
+        other = {*sample.skipped, *sample.windowed}
+        full = [sum(i not in other for i in cls.members) for cls in self.classes]
+        return full + [
+            sum(self._class_of[i] == cls for i in sample.windowed) if sample.window == mode else 0
+            for cls, mode in windows
+        ]
 
     def _fit_class(
         self, cls: LayerClass, points: list[tuple[int, float, float]]

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backend import Backend, Beside
+from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
-from ..records import GREEDY, SKIP, Kind, Plan, SubLayer
+from ..records import FULL, GREEDY, SKIP, Kind, Mode, ModeKind, Plan, SubLayer, parse_mode
 from .store import MAX_COUNT
 
 # The beginning of a prompt (begin token, chat header) survives shortening, and so does its end.
@@ -44,7 +45,7 @@ class ItemCount:
     """Picks that survived a change of one sublayer, or of the head, at one context length."""
 
     index: int  # of the sublayer; the head comes behind the last one
-    mode: str  # what was done to it, see records.Mode: "skip"; or head_mode
+    mode: str  # what was done to it, see records.Mode: "skip", or a window; or head_mode
     context_tokens: int
     agreed: int
     total: int
@@ -62,7 +63,7 @@ class ItemCount:
 
 @dataclass(frozen=True)
 class ItemAgreement:
-    """Share of the target's picks that survive leaving out one sublayer."""
+    """Share of the target's picks that survive a change of one sublayer."""
 
     index: int
     agreement: float  # as counted
@@ -74,15 +75,6 @@ class ItemAgreement:
     def loss(self) -> float:
         """-log of the expected agreement, so that losses of items add up; infinite if unknown."""
         return -math.log(self.expected) if self.expected > 0.0 else math.inf
-
-
-def joint_agreement(
-    items: Sequence[ItemAgreement], plan: Plan, fidelity: Fidelity | None = None
-) -> float:
-    """What single sublayers and a short head let expect of a plan: the product over what it leaves
-    out. `items` are those of all sublayers, in order; `fidelity` knows about heads."""
-    head = 0.0 if fidelity is None else fidelity.head_loss(plan.head_rows)
-    return math.exp(-head - sum(items[i].loss for i in plan.skipped))
 
 
 def expected_agreement(agreed: float, total: float, prior: float | None = None) -> float:
@@ -126,11 +118,11 @@ class Fidelity:
         """Share in which a pass of several tokens picks what single steps pick."""
         return self.batch_agreed / self.batch_total if self.batch_total else 1.0
 
-    def covers(self, index: int, context_tokens: int) -> bool:
-        """Whether skipping this sublayer was counted at a context within a factor of `_NEAR`."""
+    def covers(self, index: int, context_tokens: int, mode: Mode = SKIP) -> bool:
+        """Whether this mode of a sublayer was counted at a context within a factor of `_NEAR`."""
         return any(
             c.index == index
-            and c.mode == str(SKIP)
+            and c.mode == str(mode)
             and c.total
             and c.context_tokens <= _NEAR * context_tokens
             and context_tokens <= _NEAR * c.context_tokens
@@ -155,15 +147,18 @@ class Fidelity:
         )
 
     def agreements(
-        self, sublayers: Sequence[SubLayer], context_tokens: int | None = None
+        self,
+        sublayers: Sequence[SubLayer],
+        context_tokens: int | None = None,
+        mode: Mode = SKIP,
     ) -> tuple[ItemAgreement, ...]:
-        """One per sublayer, for skipping it. `context_tokens` takes the counts of the measured
+        """One per sublayer, for this mode of it. `context_tokens` takes the counts of the measured
         context nearest to it (in ratio), None those of all contexts together.
 
         Sublayers that were never probed are interpolated over the layers, within their kind; an
         unmeasured kind agrees never.
         """
-        counts = [c for c in self.counts if c.mode == str(SKIP)]
+        counts = [c for c in self.counts if c.mode == str(mode)]
         if context_tokens is not None and counts:
             near = min(
                 {c.context_tokens for c in counts},
@@ -203,6 +198,28 @@ class Fidelity:
             expected = min(expected, expected_agreement(agreement * total, total))
             found.append(ItemAgreement(i, agreement, total, False, expected))
         return tuple(found)
+
+    def window_agreements(
+        self, sublayers: Sequence[SubLayer], mode: Mode, config: Config = DEFAULTS
+    ) -> tuple[ItemAgreement, ...]:
+        """The same for a window. One that was not counted is believed to lose what the widest
+        narrower one does, or without any what config.window_expected_agreement says."""
+        own = (c.mode for c in self.counts if c.total and not c.mode.startswith(_HEAD))
+        counted = {parse_mode(mode) for mode in own}
+        narrower = [
+            m
+            for m in counted
+            if m.kind is ModeKind.WINDOW
+            and m.window_tokens <= mode.window_tokens
+            and m.sink_tokens <= mode.sink_tokens
+        ]
+        if not narrower:
+            expected = config.window_expected_agreement
+            return tuple(
+                ItemAgreement(i, expected, 0, False, expected) for i in range(len(sublayers))
+            )
+        nearest = max(narrower, key=lambda m: (m.window_tokens, m.sink_tokens))
+        return self.agreements(sublayers, mode=nearest)
 
     def covers_head(self, n_rows: int) -> bool:
         """Whether the tokens of a short head were counted."""
@@ -260,7 +277,9 @@ class Fidelity:
         )
         for c in counts:
             head = c.mode.startswith(_HEAD)
-            if head and not 0 < int(c.mode.removeprefix(_HEAD)) <= MAX_COUNT:
+            if not head:
+                parse_mode(c.mode)
+            elif not 0 < int(c.mode.removeprefix(_HEAD)) <= MAX_COUNT:
                 raise ValueError("a head is impossible")
             known = 0 <= c.index < n_sublayers + head and 0 <= c.context_tokens <= MAX_COUNT
             shifts = 0 <= c.shifts <= c.total and 0.0 <= c.shift_sq < math.inf
@@ -289,6 +308,36 @@ def _sum(a: ItemCount, b: ItemCount) -> ItemCount:
         shift_sq=a.shift_sq + b.shift_sq,
         shifts=a.shifts + b.shifts,
     )
+
+
+class Losses:
+    """What each mode of each sublayer is expected to cost in agreement: -log of the share of picks
+    that survive it, so that those of a plan add up."""
+
+    def __init__(
+        self, fidelity: Fidelity, sublayers: Sequence[SubLayer], config: Config = DEFAULTS
+    ) -> None:
+        self._fidelity = fidelity
+        self._sublayers = sublayers
+        self._config = config
+        self._items: dict[Mode, tuple[ItemAgreement, ...]] = {}
+
+    def items(self, mode: Mode) -> tuple[ItemAgreement, ...]:
+        """One per sublayer, for this mode of it."""
+        if mode not in self._items:
+            self._items[mode] = (
+                self._fidelity.agreements(self._sublayers)
+                if mode == SKIP
+                else self._fidelity.window_agreements(self._sublayers, mode, self._config)
+            )
+        return self._items[mode]
+
+    def agreement(self, plan: Plan) -> float:
+        """What single sublayers and the head let expect of a plan: the product over what it
+        changes."""
+        changed = [(i, mode) for i, mode in enumerate(plan.modes) if mode != FULL]
+        loss = sum(self.items(mode)[i].loss for i, mode in changed)
+        return math.exp(-loss - self._fidelity.head_loss(plan.head_rows))
 
 
 @dataclass(frozen=True)
@@ -329,16 +378,20 @@ def measure_fidelity(
     indices: Sequence[int],
     block_tokens: int,
     *,
+    windows: Sequence[tuple[int, Mode]] = (),
     report: Callable[[], None] = lambda: None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Fidelity:
-    """Agreement of each single skip with the full model on the text's window.
+    """Agreement of each single skip, and of each single window of an attention, with the full
+    model on the text's window.
 
     The cache holds the text's prompt and is left so. `enough` is asked after each block and may end
     the count; what was counted until then is kept.
     """
     n = len(backend.sublayers)
-    plans: list[Plan | None] = [None, *(Plan.skipping(n, [i]) for i in indices)]
+    items = [*((i, SKIP) for i in indices), *windows]
+    plans: list[Plan | None] = [None]
+    plans += [Plan(tuple(mode if k == i else FULL for k in range(n))) for i, mode in items]
     window, context = text.window, backend.n_past
     found = evaluate_plans(backend, window, plans, block_tokens, report=report, enough=enough)
     first = found.first
@@ -353,11 +406,11 @@ def measure_fidelity(
     notes = []
     if first:
         notes.append(f"items judged on {len(window) - first} tokens: out of time")
-    count = partial(ItemCount, mode=str(SKIP), context_tokens=context, total=len(target))
+    count = partial(ItemCount, context_tokens=context, total=len(target))
     return Fidelity(
         tuple(
-            count(i, agreed=int(a), shift_sq=float(s), shifts=len(places))
-            for i, a, s in zip(indices, agreed, shifts, strict=True)
+            count(i, str(mode), agreed=int(a), shift_sq=float(s), shifts=len(places))
+            for (i, mode), a, s in zip(items, agreed, shifts, strict=True)
         ),
         batch_agreed=int((target[:-1] == own).sum()),
         batch_total=int(own.size),

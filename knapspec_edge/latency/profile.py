@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..records import Kind, Plan
+from ..records import FULL, SKIP, Kind, Mode, ModeKind, Plan, parse_mode
 from .classes import LayerClass
 from .store import MAX_COUNT
 from .timing import Timing
@@ -26,12 +26,14 @@ class Sample:
     skipped: tuple[int, ...]  # sublayers left out
     head: bool  # whether logits were computed and a token was picked
     timing: Timing
+    windowed: tuple[int, ...] = ()  # sublayers whose attention had this window
+    window: Mode | None = None
     head_rows: int = 0  # of a short head; 0: the whole one
 
     @property
     def is_full(self) -> bool:
         """Whether nothing was left out."""
-        return not self.skipped and not self.head_rows
+        return not self.skipped and not self.windowed and not self.head_rows
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ class LatencyProfile:
                 "skipped": _to_hex(s.skipped),
                 "head": s.head,
                 "timing": asdict(s.timing),
+                "windowed": _to_hex(s.windowed),
+                "window": None if s.window is None else str(s.window),
+                "head_rows": s.head_rows,
             }
             for s in self.samples
         ]
@@ -110,6 +115,9 @@ class LatencyProfile:
                 _from_hex(s["skipped"]),
                 bool(s["head"]),
                 _timing(s["timing"]),
+                # profiles of earlier releases have neither windows nor short heads
+                _from_hex(s.get("windowed", "0")),
+                None if s.get("window") is None else parse_mode(s["window"]),
                 int(s.get("head_rows", 0)),
             )
             for s in data["samples"]
@@ -126,6 +134,12 @@ class LatencyProfile:
             raise ValueError("the classes do not cover the sublayers")
         if any(s.skipped and s.skipped[-1] >= n for s in samples):
             raise ValueError("a sample skips a sublayer that does not exist")
+        if any(s.windowed and s.windowed[-1] >= n for s in samples):
+            raise ValueError("a sample has a window on a sublayer that does not exist")
+        for s in samples:
+            is_window = s.window is not None and s.window.kind is ModeKind.WINDOW
+            if is_window != bool(s.windowed) or set(s.windowed) & set(s.skipped):
+                raise ValueError("a sample has a window without a place, or on what is left out")
         if not any(s.width == 1 and s.head and s.is_full for s in samples):
             raise ValueError("no plain step was measured")
         return cls(
@@ -145,9 +159,25 @@ class LatencyProfile:
 
 def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
     """The plan a sample was measured under; None is the full model."""
-    if sample.is_full:
+    return plan_with(n_sublayers, sample.skipped, sample.windowed, sample.window, sample.head_rows)
+
+
+def plan_with(
+    n_sublayers: int,
+    skipped: Sequence[int],
+    windowed: Sequence[int],
+    window: Mode | None,
+    head_rows: int = 0,
+) -> Plan | None:
+    """The plan that skips some sublayers and has a window on others; None is the full model."""
+    if not skipped and not windowed and not head_rows:
         return None
-    return Plan.skipping(n_sublayers, list(sample.skipped), sample.head_rows)
+    modes = [FULL] * n_sublayers
+    for i in skipped:
+        modes[i] = SKIP
+    for i in windowed:
+        modes[i] = window or FULL
+    return Plan(tuple(modes), head_rows)
 
 
 def _timing(data: Mapping[str, Any]) -> Timing:

@@ -31,12 +31,13 @@ from ..backend import Backend
 from ..config import DEFAULTS, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError, Interrupted
-from ..records import GREEDY, Plan
+from ..records import GREEDY, Mode, Plan
 from .classes import layer_classes
 from .costs import CELLS_PER_STEP, SAMPLE_PRIOR, Costs
-from .profile import LatencyProfile, Sample
+from .profile import LatencyProfile, Sample, plan_with
 from .regression import levels_without_drift
 from .timing import Clock, Timing, without_outliers
+from .windows import windows_at
 
 # Share of the work that is done, 0..1.
 Progress = Callable[[float], None]
@@ -77,6 +78,8 @@ class _Task:
     context: int
     width: int = 1
     skipped: tuple[int, ...] = ()
+    windowed: tuple[int, ...] = ()
+    window: Mode | None = None
     head: bool = True
     head_rows: int = 0  # of a short head
     importance: float = 1.0
@@ -332,6 +335,10 @@ class _Profiler:
             plans = self._class_plans() + mixtures
             for skipped in dict.fromkeys(plans):
                 self._add(context, skipped=skipped, importance=weight, core=core)
+            for members, mode in self._windows(context):
+                # once for each, so that it can be offered at all
+                core = context == grid[-1]
+                self._add(context, windowed=members, window=mode, importance=weight, core=core)
             if context in ends:
                 self._add(context, head=False, importance=0.5, core=context == grid[0])
                 for n_rows in self._short_heads():
@@ -366,6 +373,15 @@ class _Profiler:
     def _short_heads(self) -> tuple[int, ...]:
         return self.backend.head_sizes if self.config.short_head else ()
 
+    def _windows(self, context: int) -> list[tuple[tuple[int, ...], Mode]]:
+        """Each class of attention under each window that leaves most of the context out."""
+        return [
+            (cls.members, mode)
+            for mode, able in windows_at(self.backend, context, self.config)
+            for cls in self.classes
+            if set(cls.members) <= set(able)
+        ]
+
     def _by_kind(self) -> list[tuple[int, ...]]:
         kinds: dict[str, list[int]] = {}
         for i, sublayer in enumerate(self.backend.sublayers):
@@ -374,9 +390,8 @@ class _Profiler:
 
     def _add(self, context: int, **settings: Any) -> None:
         task = _Task(context, **settings)
-        if task.skipped or task.head_rows:
-            n = len(self.backend.sublayers)
-            task.plan = Plan.skipping(n, list(task.skipped), task.head_rows)
+        n = len(self.backend.sublayers)
+        task.plan = plan_with(n, task.skipped, task.windowed, task.window, task.head_rows)
         self._tasks.append(task)
 
     # -- what comes next ---------------------------------------------------------------------------
@@ -607,7 +622,16 @@ class _Profiler:
             else:
                 timing = Timing.of([step_ms * ratio for ratio in task.ratios])
             samples.append(
-                Sample(task.context, task.width, task.skipped, task.head, timing, task.head_rows)
+                Sample(
+                    task.context,
+                    task.width,
+                    task.skipped,
+                    task.head,
+                    timing,
+                    task.windowed,
+                    task.window,
+                    task.head_rows,
+                )
             )
         return samples
 

@@ -17,8 +17,8 @@ from ..records import ModeKind
 # enum ggml_log_level
 LOG_LEVELS = {"": 0, "none": 0, "debug": 1, "info": 2, "warn": 3, "error": 4}
 
-# enum knapspec_mode; only what the native code knows
-MODES = {ModeKind.FULL: 0, ModeKind.SKIP: 1}
+# enum knapspec_mode
+MODES = {ModeKind.FULL: 0, ModeKind.SKIP: 1, ModeKind.WINDOW: 2}
 
 # return codes of knapspec_eval
 OK = 0
@@ -112,6 +112,12 @@ class Traits(ctypes.Structure):
     ]
 
 
+class Window(ctypes.Structure):
+    """struct knapspec_window, see knapspec.h"""
+
+    _fields_ = [("n_sinks", ctypes.c_int32), ("n_recent", ctypes.c_int32)]  # noqa: RUF012
+
+
 _p = ctypes.c_void_p
 _i32 = ctypes.c_int32
 _i32s = ctypes.POINTER(ctypes.c_int32)
@@ -133,8 +139,11 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_sublayer_traits": (_i32, [_p, _i32, ctypes.POINTER(Traits)]),
     # int32_t knapspec_learned_positions(struct llama_context * ctx);
     "knapspec_learned_positions": (_i32, [_p]),
-    # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
-    "knapspec_set_plan": (_i32, [_p, _i32s, _i32]),
+    # int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n,
+    #     const struct knapspec_window * windows);
+    "knapspec_set_plan": (_i32, [_p, _i32s, _i32, ctypes.POINTER(Window)]),
+    # const char * knapspec_window_refusal(struct llama_context * ctx, int32_t i);
+    "knapspec_window_refusal": (ctypes.c_char_p, [_p, _i32]),
     # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
     "knapspec_keep_graphs": (None, [_p, _i32]),
     # void knapspec_get_graph_stats(struct llama_context * ctx,

@@ -120,6 +120,7 @@ def read_traits(lib: ctypes.CDLL, context: Any, count: int) -> tuple[Traits, ...
                 n_experts=read.n_experts,
                 n_experts_used=read.n_experts_used,
                 device=read.device.decode(errors="replace"),
+                can_window=not lib.knapspec_window_refusal(context, i),
             )
         )
     return tuple(found)
@@ -139,14 +140,14 @@ def _passes(lib: ctypes.CDLL, context: Any) -> int:
 def set_plan(lib: ctypes.CDLL, context: Any, chosen: Plan | None, count: int) -> None:
     """Set a plan (None: the full model) on a context of `count` sublayers. Raises PlanError."""
     if chosen is None or (chosen.is_full and len(chosen.modes) == count):
-        lib.knapspec_set_plan(context, None, 0)
+        lib.knapspec_set_plan(context, None, 0, None)
         return
     if len(chosen.modes) != count:
         raise PlanError(f"the plan is for {len(chosen.modes)} sublayers, the model has {count}")
-    modes = (ctypes.c_int32 * count)()
-    for i, mode in enumerate(chosen.modes):
-        if mode.kind not in bindings.MODES:
-            raise PlanError(f"mode {mode} of sublayer {i} is not supported by this build")
-        modes[i] = bindings.MODES[mode.kind]
-    if lib.knapspec_set_plan(context, modes, count):
+    modes = (ctypes.c_int32 * count)(*(bindings.MODES[mode.kind] for mode in chosen.modes))
+    windows = (bindings.Window * count)(
+        *(bindings.Window(mode.sink_tokens, mode.window_tokens) for mode in chosen.modes)
+    )
+    lib.knapspec_clear_error()
+    if lib.knapspec_set_plan(context, modes, count, windows):
         raise PlanError(bindings.last_error(lib) or "llama.cpp refused the plan")

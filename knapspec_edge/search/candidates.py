@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
-from ..latency.fidelity import Fidelity
-from ..records import FULL, SKIP, Plan, SubLayer
+from ..latency.fidelity import Fidelity, Losses
+from ..records import FULL, SKIP, Mode, Plan, SubLayer
 from .knapsack import Sweep, sweep
 from .throughput import expected_tokens_geometric, tokens_per_ms
 
@@ -38,16 +39,26 @@ def cuts(
     config: Config = DEFAULTS,
 ) -> list[Cut]:
     """One for every saving that no other cut beats in both saving and agreement, ascending."""
-    found = _sweep(costs, fidelity, context_tokens, sublayers, config)
-    heads = _heads(costs, fidelity, context_tokens, config)
+    found, choices = _sweep(costs, fidelity, context_tokens, sublayers, config)
     return [
         Cut(
-            _plan(found.options[row], heads),
+            choices.plan(found.options[row]),
             int(found.saving_units[row]),
             math.exp(-float(found.losses[row])),
         )
         for row in range(len(found))
     ]
+
+
+class _Choices(NamedTuple):
+    """What the options of a sweep stand for."""
+
+    modes: list[Mode]  # of a sublayer
+    heads: list[int]  # rows of the head
+
+    def plan(self, options: NDArray[np.int16]) -> Plan:
+        *sublayers, head = options.tolist()
+        return Plan(tuple(self.modes[option] for option in sublayers), self.heads[head])
 
 
 def _sweep(
@@ -56,38 +67,42 @@ def _sweep(
     context_tokens: int,
     sublayers: tuple[SubLayer, ...],
     config: Config,
-) -> Sweep:
-    """Option 0 of an item is full, 1 skip; the last item is the head, whose options are the sizes
-    of `_heads`. Rows that save something, ascending."""
+) -> tuple[Sweep, _Choices]:
+    """Rows that save something, ascending, and what their options stand for; the last item is the
+    head."""
     weights, unit_ms = costs.integer_weights(
         context_tokens, largest_error=config.plan_rounding_error
     )
+    modes = [FULL, *_windows(costs, context_tokens, sublayers, config), SKIP]
     heads = _heads(costs, fidelity, context_tokens, config)
-    n_options = max(2, len(heads))
-    units = np.zeros((len(sublayers) + 1, n_options), dtype=np.int64)
-    losses = np.full((len(sublayers) + 1, n_options), np.inf)
+    expected = Losses(fidelity, sublayers, config)
+    units = np.zeros((len(sublayers) + 1, max(len(modes), len(heads))), dtype=np.int64)
+    losses = np.full(units.shape, np.inf)
     losses[:, 0] = 0.0
+    for option, mode in enumerate(modes[1:], start=1):
+        for item in expected.items(mode):
+            if mode == SKIP:
+                # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
+                weight = 1 if costs.blind else int(weights[item.index])
+            else:
+                weight = round(costs.saving_ms(item.index, context_tokens, mode) / unit_ms)
+            if weight >= 1 and item.agreement >= config.plan_floor_agreement:
+                units[item.index, option], losses[item.index, option] = weight, item.loss
     for option, n_rows in enumerate(heads[1:], start=1):
         units[-1, option] = round(costs.head_saving_ms(n_rows) / unit_ms)
         losses[-1, option] = fidelity.head_loss(n_rows)
-    for item in fidelity.agreements(sublayers):
-        # Where noise hid all costs, one unit each: a deeper plan is at least not slower.
-        weight = 1 if costs.blind else int(weights[item.index])
-        if weight >= 1 and item.agreement >= config.plan_floor_agreement:
-            units[item.index, 1], losses[item.index, 1] = weight, item.loss
     # Importing the compiler takes longer than solving without it; whoever has loaded it gets it.
     found = sweep(units, losses, front=True, load=False)
     saving = found.saving_units > 0
-    return Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
+    chosen = Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
+    return chosen, _Choices(modes, heads)
 
 
-def _heads(
-    costs: Costs, fidelity: Fidelity, context_tokens: int, config: Config
-) -> tuple[int, ...]:
-    """Rows of the heads to choose from, 0 (the whole one) first, then those that save something
-    worth while, the largest first."""
+def _heads(costs: Costs, fidelity: Fidelity, context_tokens: int, config: Config) -> list[int]:
+    """Rows of the heads to choose from: all (0), then those that save something worth while, the
+    largest first."""
     if not config.short_head or costs.blind:
-        return (0,)
+        return [0]
     least_ms = config.head_min_share * costs.step_ms(context_tokens)
     found = [
         n_rows
@@ -95,12 +110,20 @@ def _heads(
         if costs.head_saving_ms(n_rows) >= least_ms
         and math.exp(-fidelity.head_loss(n_rows)) >= config.plan_floor_agreement
     ]
-    return (0, *reversed(found))
+    return [0, *reversed(found)]
 
 
-def _plan(options: NDArray[np.int16], heads: tuple[int, ...]) -> Plan:
-    *modes, head = options.tolist()
-    return Plan(tuple(SKIP if option else FULL for option in modes), heads[head])
+def _windows(
+    costs: Costs, context_tokens: int, sublayers: tuple[SubLayer, ...], config: Config
+) -> list[Mode]:
+    """Windows that save something somewhere, the widest first."""
+    found = {
+        mode
+        for i in range(len(sublayers))
+        for mode in costs.windows(i, context_tokens)
+        if mode.window_tokens in config.window_tokens
+    }
+    return sorted(found, key=lambda m: (-m.window_tokens, m.sink_tokens))
 
 
 def candidate_plans(
@@ -117,16 +140,23 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    found = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    found, choices = _sweep(costs, fidelity, context_tokens, sublayers, config)
     if not len(found):
         return []
     verify_ms = verification_ms(costs, context_tokens, config)
-    heads = _heads(costs, fidelity, context_tokens, config)
-    savings_ms = np.array([costs.saving_ms(i, context_tokens) for i in range(len(sublayers))])
-    heads_ms = np.array([costs.head_saving_ms(n_rows) for n_rows in heads])
-    saved_ms = found.options[:, :-1] @ savings_ms + heads_ms[found.options[:, -1]]  # f64 [rows]
+    rows = np.arange(len(sublayers))
+    savings_ms = np.array(
+        [
+            [costs.saving_ms(i, context_tokens, mode) for mode in choices.modes]
+            for i in rows.tolist()
+        ]
+    )  # f64 [sublayers, modes]
+    heads_ms = np.array([costs.head_saving_ms(n_rows) for n_rows in choices.heads])
+    saved_ms = savings_ms[rows, found.options[:, :-1]].sum(axis=1)  # f64 [rows of the sweep]
+    saved_ms += heads_ms[found.options[:, -1]]
     drafts_ms = costs.step_ms(context_tokens) - saved_ms
-    least_ms = costs.draft_ms(Plan((SKIP,) * len(sublayers), heads[-1]), context_tokens)
+    least = Plan((SKIP,) * len(sublayers), choices.heads[-1])
+    least_ms = costs.draft_ms(least, context_tokens)
     deepest = int(found.saving_units[-1])
     best: dict[int, tuple[float, int]] = {}
     for row in range(len(found)):
@@ -136,7 +166,7 @@ def candidate_plans(
         part = math.isqrt(config.plan_shortlist**2 * (saving - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, row)
-    return [_plan(found.options[row], heads) for _, (_, row) in sorted(best.items())]
+    return [choices.plan(found.options[row]) for _, (_, row) in sorted(best.items())]
 
 
 def verification_ms(

@@ -16,7 +16,7 @@ from ..config import GENERATORS, Config
 from ..decode.rollback import rewind
 from ..errors import ContextError, PlanError
 from ..latency.costs import Costs
-from ..latency.fidelity import joint_agreement
+from ..latency.fidelity import Losses
 from ..records import Plan, SubLayer
 from . import hidden_state
 from .candidates import candidate_plans, geometric_rate, verification_ms
@@ -65,12 +65,11 @@ def by_promise(
 ) -> list[Plan]:
     """The plans by the geometric throughput that their single sublayers promise, best first."""
     costs, context = measured.costs, measured.context_tokens
-    items = measured.fidelity.agreements(sublayers)
+    losses = Losses(measured.fidelity, sublayers, config)
     verify_ms = verification_ms(costs, context, config)
 
     def rate(plan: Plan) -> float:
-        alpha = joint_agreement(items, plan, measured.fidelity)
-        return geometric_rate(costs.draft_ms(plan, context), alpha, verify_ms)
+        return geometric_rate(costs.draft_ms(plan, context), losses.agreement(plan), verify_ms)
 
     return sorted(plans, key=rate, reverse=True)
 

@@ -28,6 +28,7 @@ from ..latency.profile import LatencyProfile
 from ..latency.profiler import Progress, measure_latency
 from ..latency.rounds import measure_round
 from ..latency.timing import Clock
+from ..latency.windows import windows_at
 from ..records import GREEDY, Plan
 from .acceptance import Judgement, judge
 from .generators import KNAPSPEC, by_promise, propose
@@ -152,10 +153,16 @@ def measure_all(
         prompt, window_room = _prompt(backend, costs, calibration_tokens, budget_ms, config)
         step_ms = costs.step_ms(len(prompt))
         missing = [s for s in backend.sublayers if not known.covers(s.index, len(prompt))]
+        windows = [
+            (i, mode)
+            for mode, able in windows_at(backend, len(prompt), config)
+            for i in able
+            if not known.covers(i, len(prompt), mode)
+        ]
         effort = choose_effort(
             step_ms,
             _token_ms(costs, len(prompt)),
-            len(missing),
+            len(missing) + len(windows),
             budget_ms - spent_ms(),
             config,
         )
@@ -178,12 +185,13 @@ def measure_all(
         if late():
             stride = max(stride, len(missing) // config.measure_min_probes)
         found = Fidelity()
-        if missing:
+        if missing or windows:
             found = measure_fidelity(
                 backend,
                 replace(text, window=text.window[: effort.window_tokens]),
                 probed_indices(missing, stride),
                 config.measure_block_tokens,
+                windows=windows[::stride],
                 report=report_time(_FIDELITY_SHARE),
                 enough=late,
             )

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
-from ..latency.fidelity import Text
-from ..records import FULL, SKIP, Draft, Plan, SubLayer
+from ..latency.fidelity import Losses, Text
+from ..records import FULL, SKIP, Draft, ModeKind, Plan, SubLayer
 from .candidates import Cut, cuts, draft_lengths
 from .judged import Alternative, Measured
 from .planner import Decision
@@ -34,7 +34,7 @@ class Item:
     mode: str  # in the best draft, see records.Mode; "full" where there is none
     cost_ms: float
     share: float  # of the step
-    agreement: float  # of the single skip as counted, 0..1
+    agreement: float  # of the single skip, or of its window in the draft, as counted, 0..1
     expected: float  # elsewhere, see latency.fidelity.ItemAgreement
     agreed: int | None  # None: interpolated between sublayers that were probed
     total: int  # picks it was judged on; of an interpolated one those of its neighbours
@@ -47,6 +47,7 @@ class CurvePoint:
 
     plan: Plan
     skipped: Mapping[str, int]  # by kind
+    windowed: int  # attention sublayers that read recent tokens only
     saved_share: float  # of the step
     alpha: float  # product of what single skips let expect
     draft_tokens: int  # γ with the best throughput, of 1 or more
@@ -59,6 +60,7 @@ class JudgedPlan:
 
     draft: Draft
     skipped: Mapping[str, int]  # by kind
+    windowed: int  # attention sublayers that read recent tokens only
     agreement: float
     agreed: int
     total: int  # places it was judged on
@@ -161,7 +163,9 @@ class Outlook:
             "curve": [
                 {
                     "skipped": list(p.plan.skipped),
+                    "modes": _other_modes(p.plan),
                     "n_skipped": dict(p.skipped),
+                    "n_windowed": p.windowed,
                     "head_rows": p.plan.head_rows,
                     "saved_share": p.saved_share,
                     "alpha": p.alpha,
@@ -174,6 +178,7 @@ class Outlook:
                 {
                     **_draft_json(j.draft),
                     "n_skipped": dict(j.skipped),
+                    "n_windowed": j.windowed,
                     "agreement": j.agreement,
                     "agreed": j.agreed,
                     "total": j.total,
@@ -276,13 +281,16 @@ def _items(
     measured: Measured, sublayers: tuple[SubLayer, ...], draft: Draft | None
 ) -> tuple[Item, ...]:
     found = []
-    for item in measured.fidelity.agreements(sublayers):
+    losses = Losses(measured.fidelity, sublayers)
+    modes = (FULL,) * len(sublayers) if draft is None else draft.plan.modes
+    for i, mode in enumerate(modes):
+        item = losses.items(mode if mode.kind is ModeKind.WINDOW else SKIP)[i]
         cost_ms = measured.costs.saving_ms(item.index, measured.context_tokens)
         agreed = item.agreement * item.total
         found.append(
             Item(
                 sublayers[item.index],
-                str(FULL if draft is None else draft.plan.modes[item.index]),
+                str(mode),
                 cost_ms,
                 cost_ms / measured.step_ms,
                 item.agreement,
@@ -314,6 +322,7 @@ def _curve(
             CurvePoint(
                 cut.plan,
                 count_skipped(cut.plan, sublayers),
+                len(cut.plan.windowed),
                 1.0 - draft,
                 cut.agreement,
                 gamma,
@@ -341,6 +350,7 @@ def _judged(
     return JudgedPlan(
         draft,
         count_skipped(draft.plan, sublayers),
+        len(draft.plan.windowed),
         alternative.agreement,
         right,
         len(agree),
@@ -478,17 +488,27 @@ def condition(shown: Outlook) -> Condition | None:
 def describe(judged: JudgedPlan) -> str:
     """A draft in a few words: "a draft without 3 attention and 2 MLP sublayers, γ = 4"."""
     parts = [f"{n} {_NAMES.get(kind, kind)}" for kind, n in judged.skipped.items() if n]
-    what = " and ".join(parts) if parts else "no"
-    plural = "sublayer" if sum(judged.skipped.values()) == 1 else "sublayers"
+    changes = []
     rows = judged.draft.plan.head_rows
-    head = f", with {rows:,} rows of the head" if rows else ""
-    return f"a draft without {what} {plural}{head}, γ = {judged.draft.max_tokens}"
+    if parts or not (judged.windowed or rows):
+        plural = "sublayer" if sum(judged.skipped.values()) == 1 else "sublayers"
+        changes.append(f"without {' and '.join(parts) if parts else 'no'} {plural}")
+    if judged.windowed:
+        changes.append(f"with {judged.windowed} windowed")
+    if rows:
+        changes.append(f"with {rows:,} rows of the head")
+    return f"a draft {', '.join(changes)}, γ = {judged.draft.max_tokens}"
+
+
+def _other_modes(plan: Plan) -> dict[int, str]:
+    """Of what neither runs in full nor is skipped."""
+    return {i: str(m) for i, m in enumerate(plan.modes) if m not in (FULL, SKIP)}
 
 
 def _draft_json(draft: Draft) -> dict[str, Any]:
     return {
         "skipped": list(draft.plan.skipped),
-        "modes": {i: str(m) for i, m in enumerate(draft.plan.modes) if m not in (FULL, SKIP)},
+        "modes": _other_modes(draft.plan),
         "head_rows": draft.plan.head_rows,
         "draft_max_tokens": draft.max_tokens,
         "draft_min_probability": draft.min_probability,

@@ -15,10 +15,10 @@ from typing import Any
 from ..config import DEFAULTS, Config
 from ..latency.costs import Costs
 from ..latency.drift import NO_CORRECTION, Correction
-from ..latency.fidelity import Fidelity, joint_agreement
+from ..latency.fidelity import Fidelity, Losses
 from ..latency.rounds import RoundTiming
 from ..latency.store import MAX_COUNT
-from ..records import FULL, SKIP, Plan, SubLayer
+from ..records import FULL, Mode, Plan, SubLayer, parse_mode
 from .acceptance import Judgement
 from .buckets import bucket_of, context_of
 from .candidates import candidate_plans
@@ -31,6 +31,7 @@ _QUANTILE = 1.64
 # Kept at most: those of all plans of several buckets, so that a text that goes back and forth
 # across a border does not have them computed each time.
 _MOST_ESTIMATES = 1000
+_HEAD = "head"  # among the modes of a plan that is kept: its rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class PlanBook:
     ) -> None:
         self.costs = costs
         self.fidelity = fidelity
-        self._items = fidelity.agreements(sublayers)
+        self._losses = Losses(fidelity, sublayers, config)
         self.sublayers = sublayers
         self.n_ctx = n_ctx
         self.config = config
@@ -152,9 +153,15 @@ class PlanBook:
         judged, of the nearest buckets first and at most twice as many as a shortlist holds."""
         self._solve(bucket)
         near = sorted(self._judged, key=lambda b: (abs(b - bucket), b))
-        judged = dict.fromkeys(plan for b in near for plan in self._judged[b])
+        judged = dict.fromkeys(p for b in near for p in self._judged[b] if self._wanted(p))
         known = list(judged)[: 2 * self.config.plan_shortlist]
-        return tuple(dict.fromkeys((*known, *self._shortlists[bucket])))
+        solved = filter(self._wanted, self._shortlists[bucket])
+        return tuple(dict.fromkeys((*known, *solved)))
+
+    def _wanted(self, plan: Plan) -> bool:
+        """Whether its windows are among those that are asked for now."""
+        allowed = self.config.window_tokens
+        return all(plan.modes[i].window_tokens in allowed for i in plan.windowed)
 
     def solve_ahead(self) -> None:
         """Find the candidates of all buckets, so that entering one takes no time."""
@@ -255,8 +262,8 @@ class PlanBook:
         )
 
     def single_agreement(self, plan: Plan) -> float:
-        """Product of what was measured for each sublayer it leaves out, and for its head."""
-        return joint_agreement(self._items, plan, self.fidelity)
+        """Product of what was measured for each sublayer it changes, and for its head."""
+        return self._losses.agreement(plan)
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -271,13 +278,11 @@ class PlanBook:
                 {
                     "bucket": b,
                     "shortlist": (
-                        [_to_json(p) for p in self._shortlists[b]]
-                        if b in self._shortlists
-                        else None
+                        [_modes(p) for p in self._shortlists[b]] if b in self._shortlists else None
                     ),
                     "judged": [
                         {
-                            "plan": _to_json(j.plan),
+                            "skipped": _modes(j.plan),
                             "windows": [
                                 {
                                     "agree": "".join("01"[a] for a in w.agree),
@@ -311,7 +316,7 @@ class PlanBook:
                 plans = (_plan(n, plan) for plan in shortlist)
                 shortlists[b] = tuple(plan for plan in plans if self._may_use(plan))
             for item in entry["judged"]:
-                plan = _plan(n, item["plan"] if "plan" in item else item["skipped"])
+                plan = _plan(n, item["skipped"])
                 windows = tuple(_window(w) for w in item["windows"])
                 if not windows:
                     raise ValueError("a judged plan without text")
@@ -324,22 +329,36 @@ class PlanBook:
         self._estimates.clear()
 
 
-def _to_json(plan: Plan) -> list[int] | dict[str, Any]:
-    """What is skipped; with a short head, that too."""
-    if any(m not in (FULL, SKIP) for m in plan.modes):
-        raise ValueError("only plans of full and skipped sublayers are kept")
-    skipped = list(plan.skipped)
-    return {"skipped": skipped, "head_rows": plan.head_rows} if plan.head_rows else skipped
+def _modes(plan: Plan) -> list[int] | dict[str, list[int]]:
+    """What is skipped; with windows, sublayers by their mode, and with a short head its rows."""
+    if not plan.windowed and not plan.head_rows:
+        return list(plan.skipped)
+    found: dict[str, list[int]] = {}
+    for i, mode in enumerate(plan.modes):
+        if mode != FULL:
+            found.setdefault(str(mode), []).append(i)
+    if plan.head_rows:
+        found[_HEAD] = [plan.head_rows]
+    return found
 
 
-def _plan(n: int, data: Sequence[Any] | Mapping[str, Any]) -> Plan:
-    """The inverse of `_to_json`. Raises one of store.INVALID."""
+def _plan(n: int, data: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Plan:
+    """The inverse of `_modes`. Raises ValueError, TypeError."""
     if not isinstance(data, Mapping):
         return Plan.skipping(n, [int(i) for i in data])
-    head_rows = int(data["head_rows"])
-    if not 0 < head_rows <= MAX_COUNT:
-        raise ValueError("a head is impossible")
-    return Plan.skipping(n, [int(i) for i in data["skipped"]], head_rows)
+    modes: list[Mode] = [FULL] * n
+    head_rows = 0
+    for name, indices in data.items():
+        if name == _HEAD:
+            (head_rows,) = (int(rows) for rows in indices)
+            if not 0 < head_rows <= MAX_COUNT:
+                raise ValueError("a head is impossible")
+            continue
+        for i in Plan.skipping(n, [int(i) for i in indices]).skipped:
+            if modes[i] != FULL:
+                raise ValueError("a sublayer has two modes")
+            modes[i] = parse_mode(name)
+    return Plan(tuple(modes), head_rows)
 
 
 def _window(data: Mapping[str, Any]) -> Window:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,25 +12,11 @@ from typing import Any
 
 from ..errors import PlanError, UsageError
 from ..folders import read_at_most
-from ..records import FULL, SKIP, Draft, Kind, Mode, ModeKind, Plan, SubLayer
+from ..records import Draft, Kind, Plan, SubLayer, parse_mode
 
 FORMAT = "knapspec-edge plan"
 VERSION = 1
 _MAX_BYTES = 16 << 20
-
-_WINDOW = re.compile(r"window:(\d+)\+(\d+)")
-
-
-def parse_mode(text: str) -> Mode:
-    """The inverse of str(mode): "full", "skip", "window:SINK+WINDOW". Raises ValueError."""
-    if text == FULL.kind.value:
-        return FULL
-    if text == SKIP.kind.value:
-        return SKIP
-    match = _WINDOW.fullmatch(text)
-    if match is None or int(match[2]) < 1:
-        raise ValueError(f"unknown mode {text!r}; it has to be full, skip or window:SINK+WINDOW")
-    return Mode(ModeKind.WINDOW, int(match[1]), int(match[2]))
 
 
 def save(

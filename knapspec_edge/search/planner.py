@@ -25,13 +25,12 @@ from ..latency.profiler import Progress
 from ..latency.rounds import RoundTiming
 from ..latency.store import INVALID, MAX_COUNT, Store
 from ..latency.timing import Clock
-from ..records import Draft, Plan, SubLayer
+from ..records import Draft, Plan, SubLayer, parse_mode
 from .acceptance import Judgement
 from .generators import KNAPSPEC
 from .judged import Alternative, Finalist, Measured, best_length
 from .measurement import by_frequency, measure_all
 from .plan_book import PlanBook
-from .plan_file import parse_mode
 from .throughput import Window
 
 # Grows when a stored measurement means something else than before.
@@ -208,6 +207,7 @@ def measurement_key(
         "verify": min(backend.max_verify_tokens, config.measure_verify_max),
         "heads": list(backend.head_sizes) if config.short_head else [],
         "calibration": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "windows": list(config.window_tokens),
     }
 
 
@@ -289,10 +289,12 @@ def _reason(best: Alternative, on: bool, n_sublayers: int, config: Config) -> st
     if on:
         plan = best.draft.plan
         changes = []
-        if plan.skipped or not plan.head_rows:
+        if plan.skipped or not (plan.windowed or plan.head_rows):
             changes.append(f"without {len(plan.skipped)} of {n_sublayers} sublayers")
+        if plan.windowed:
+            changes.append(f"with {len(plan.windowed)} of {n_sublayers} sublayers windowed")
         if plan.head_rows:
-            changes.append(f"with {plan.head_rows} rows of the head")
+            changes.append(f"with {plan.head_rows:,} rows of the head")
         return f"on: a draft {' and '.join(changes)} {figures}"
     if best.predicted_ratio > 1.0:
         return f"off: the best draft {figures}, less than the {1.0 + config.plan_margin:.2f}x asked"

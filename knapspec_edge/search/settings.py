@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import CTX_TOKENS_MAX, DEFAULTS, THREADS_MAX, Config
 from ..latency.costs import Costs
-from ..latency.fidelity import Fidelity, joint_agreement
+from ..latency.fidelity import Fidelity, Losses
 from ..records import SubLayer
 from .candidates import candidate_plans, geometric_rate, verification_ms
 
@@ -83,12 +83,12 @@ def _speculation_ms(
 ) -> float:
     if costs.max_width < 2 or not fidelity.counts:
         return costs.step_ms(context_tokens)
-    items = fidelity.agreements(sublayers)
+    losses = Losses(fidelity, sublayers, config)
     verify_ms = verification_ms(costs, context_tokens, config)
     rates = [
         geometric_rate(
             costs.draft_ms(plan, context_tokens),
-            joint_agreement(items, plan, fidelity),
+            losses.agreement(plan),
             verify_ms,
         )
         for plan in candidate_plans(costs, fidelity, context_tokens, sublayers, config)

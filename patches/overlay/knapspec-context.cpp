@@ -2,6 +2,7 @@
 #include "knapspec-context.h"
 #include "knapspec-grammar.h"
 #include "knapspec-kernels.h"
+#include "knapspec-window.h"
 
 #include "llama-batch.h"
 #include "llama-context.h"
@@ -200,10 +201,14 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             }
             knapspec_shorten_output(res, output, head->rows(res.get_ctx(), n_head));
         }
-        const std::vector<int32_t> modes = plan.empty() ? std::vector<int32_t>(items.size(), KNAPSPEC_MODE_FULL) : plan;
-        if ((!plan.empty() || head_now() > 0) && !knapspec_prune(res, items, modes, reason)) {
-            LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
-            return false;
+        if (!plan.empty() || head_now() > 0) {
+            // beside the text tokens stand at many places, and behind cells that are not theirs
+            const auto replaced = plan.empty() ? std::vector<const ggml_tensor *>() : windowing::apply(res, items, plan, !is_beside);
+            const auto modes    = plan.empty() ? std::vector<int32_t>(items.size(), KNAPSPEC_MODE_FULL) : plan.modes;
+            if (!knapspec_prune(res, items, modes, replaced, reason)) {
+                LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
+                return false;
+            }
         }
         if (head_now() > 0) {
             // llama.cpp would copy whole rows
@@ -214,7 +219,7 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             auto & captured = current->captured;
             captured.clear();
             for (size_t i = 0; i < items.size(); ++i) {
-                const bool skipped = !plan.empty() && plan[i] == KNAPSPEC_MODE_SKIP;
+                const bool skipped = !plan.empty() && plan.modes[i] == KNAPSPEC_MODE_SKIP;
                 // what stands for a skipped addition: the one before it, where nothing but rows lies in between
                 ggml_tensor * t = !skipped ? items[i].add : i > 0 ? captured[i - 1] : items[i].residual;
                 ggml_set_output(t);
@@ -264,6 +269,7 @@ void knapspec_context::analyse() {
         why_not = "its graph could not be built for inspection";
         found.clear();
         found_traits.clear();
+        found_window_refusals.clear();
     }
     if (found.empty()) {
         why_no_branches = why_no_head = why_not.empty() ? "its sublayers are not recognised" : why_not;
@@ -281,6 +287,7 @@ void knapspec_context::before_split(const llm_graph_result & res) {
     for (const knapspec_item & item : items) {
         found.push_back(item.info);
         found_traits.push_back(item.traits);
+        found_window_refusals.push_back(windowing::refusal(res, item));
         n_stream = item.add->ne[0];
     }
     why_no_branches = find_branch_refusal(res, items);
@@ -295,6 +302,11 @@ void knapspec_context::before_split(const llm_graph_result & res) {
 const std::vector<knapspec_traits> & knapspec_context::traits() {
     analyse();
     return found_traits;
+}
+
+const std::vector<std::string> & knapspec_context::window_refusals() {
+    analyse();
+    return found_window_refusals;
 }
 
 const std::vector<std::string> & knapspec_context::uncovered_weights() {
@@ -363,9 +375,9 @@ int32_t knapspec_context::captured(float * out, int32_t n_tokens) {
     return KNAPSPEC_OK;
 }
 
-int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
+int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n, const knapspec_window * windows) {
     if (n == 0) {
-        plan.clear();
+        plan = {};
         return KNAPSPEC_OK;
     }
     analyse();
@@ -373,19 +385,27 @@ int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n) {
         LLAMA_LOG_ERROR("%s: the plan has %d modes, the model %zu sublayers\n", __func__, n, found.size());
         return KNAPSPEC_BAD_ARGUMENT;
     }
-    bool full = true;
+    knapspec_plan wanted = { { modes, modes + n }, std::vector<knapspec_window>(n) };
     for (int32_t i = 0; i < n; ++i) {
-        if (modes[i] != KNAPSPEC_MODE_FULL && modes[i] != KNAPSPEC_MODE_SKIP) {
+        if (modes[i] < KNAPSPEC_MODE_FULL || modes[i] > KNAPSPEC_MODE_WINDOW) {
             LLAMA_LOG_ERROR("%s: mode %d of sublayer %d is unknown\n", __func__, modes[i], i);
             return KNAPSPEC_BAD_ARGUMENT;
         }
-        full = full && modes[i] == KNAPSPEC_MODE_FULL;
+        if (modes[i] != KNAPSPEC_MODE_WINDOW) {
+            continue;
+        }
+        if (!found_window_refusals[i].empty()) {
+            LLAMA_LOG_ERROR("sublayer %d cannot have a window: %s\n", i, found_window_refusals[i].c_str());
+            return KNAPSPEC_BAD_ARGUMENT;
+        }
+        if (!windows || windows[i].n_sinks < 0 || windows[i].n_recent < 1) {
+            LLAMA_LOG_ERROR("the window of sublayer %d holds no token\n", i);
+            return KNAPSPEC_BAD_ARGUMENT;
+        }
+        wanted.windows[i] = windows[i];
     }
-    if (full) {
-        plan.clear();
-    } else {
-        plan.assign(modes, modes + n);
-    }
+    const bool full = std::all_of(modes, modes + n, [](int32_t mode) { return mode == KNAPSPEC_MODE_FULL; });
+    plan = full ? knapspec_plan() : std::move(wanted);
     return KNAPSPEC_OK;
 }
 
@@ -870,8 +890,13 @@ int32_t knapspec_captured(llama_context * ctx, float * out, int32_t n_tokens) {
     return knapspec_context::of(ctx).captured(out, n_tokens);
 }
 
-int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n) {
-    return knapspec_context::of(ctx).set_plan(modes, n);
+int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n, const knapspec_window * windows) {
+    return knapspec_context::of(ctx).set_plan(modes, n, windows);
+}
+
+const char * knapspec_window_refusal(llama_context * ctx, int32_t i) {
+    const auto & refusals = knapspec_context::of(ctx).window_refusals();
+    return i >= 0 && i < (int32_t) refusals.size() ? refusals[i].c_str() : nullptr;
 }
 
 const char * knapspec_head_refusal(llama_context * ctx) {

@@ -54,8 +54,9 @@ public:
     int64_t learned_positions();
     const std::vector<std::string> & uncovered_weights();
     const std::string & refusal();
+    const std::vector<std::string> & window_refusals(); // one per sublayer
 
-    int32_t set_plan(const int32_t * modes, int32_t n);
+    int32_t set_plan(const int32_t * modes, int32_t n, const knapspec_window * windows);
     void    keep_graphs(int32_t n);
 
     // the short head; nullptr, with a reason, where there can be none
@@ -96,6 +97,7 @@ public:
     int32_t captured(float * out, int32_t n_tokens);
     int32_t n_hidden();
 
+    class windowing; // knapspec-window.h
     class branching; // knapspec-branch.h
     branching & branches();
     const std::string & branch_refusal();
@@ -107,14 +109,15 @@ public:
 private:
     llama_context & ctx;
 
-    std::vector<int32_t> plan; // one mode per sublayer; empty: the full model
-    int32_t              n_head = 0; // rows of the short head; 0: the full one
+    knapspec_plan plan;
+    int32_t       n_head = 0; // rows of the short head; 0: the full one
 
     bool                                analysed  = false;
     bool                                analysing = false;
     std::vector<knapspec_sublayer_info> found;
     std::vector<knapspec_traits>        found_traits;
     std::vector<std::string>            found_uncovered;
+    std::vector<std::string>            found_window_refusals;
     int64_t                             n_learned_positions = 0;
     int32_t                             n_stream = 0; // width of the residual stream
     std::string                         why_not;
@@ -126,7 +129,7 @@ private:
     // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has
     // swapped places with the context's own scheduler, which then lives in the slot.
     struct graph_slot {
-        std::vector<int32_t> plan;
+        knapspec_plan        plan;
         uint32_t             n_tokens  = 0;
         uint32_t             n_outputs = 0;
         bool                 capturing = false;

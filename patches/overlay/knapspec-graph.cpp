@@ -40,6 +40,11 @@ int32_t layer_of_weight(const ggml_tensor * t) {
 bool is_kv_cache   (const ggml_tensor * t) { return starts_with(t->name, "cache_k_l") || starts_with(t->name, "cache_v_l"); }
 bool is_state_cache(const ggml_tensor * t) { return starts_with(t->name, "cache_r_l") || starts_with(t->name, "cache_s_l"); }
 
+bool is_attention(const ggml_tensor * t) {
+    // an expert router's softmax has no mask
+    return t->op == GGML_OP_FLASH_ATTN_EXT || (t->op == GGML_OP_SOFT_MAX && t->src[1]);
+}
+
 // nodes that are in the graph for what they write, not for their value
 std::vector<ggml_tensor *> find_writes(const std::vector<ggml_tensor *> & nodes) {
     tensor_set used;
@@ -179,9 +184,6 @@ private:
                 case GGML_OP_MUL_MAT_ID:
                     result.product = true;
                     break;
-                case GGML_OP_FLASH_ATTN_EXT:
-                    result.attention = true;
-                    break;
                 case GGML_OP_SSM_CONV:
                 case GGML_OP_SSM_SCAN:
                 case GGML_OP_RWKV_WKV6:
@@ -190,11 +192,8 @@ private:
                 case GGML_OP_GATED_DELTA_NET:
                     result.recurrent = true;
                     break;
-                case GGML_OP_SOFT_MAX:
-                    // an expert router's softmax has no mask
-                    result.attention = result.attention || t->src[1] != nullptr;
-                    break;
                 default:
+                    result.attention = result.attention || is_attention(t);
                     break;
             }
             for (int k = 0; k < GGML_MAX_SRC; ++k) {
@@ -268,7 +267,7 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
             ggml_tensor * residual = nullptr;
             ggml_tensor * branch   = nullptr;
             if (split(x, residual, branch)) {
-                items.push_back({ x, residual, {}, {} });
+                items.push_back({ x, residual, {}, {}, {} });
                 branches.push_back(branch);
                 x = residual;
                 continue;
@@ -327,6 +326,11 @@ std::vector<knapspec_item> finder::run(std::string & reason) {
                              branch.attention && branch.ffn ? KNAPSPEC_KIND_BLOCK     :
                              branch.attention               ? KNAPSPEC_KIND_ATTENTION : KNAPSPEC_KIND_MLP;
         items[i].info = { *branch.layers.begin(), kind };
+        for (const ggml_tensor * t : branch.nodes) {
+            if (is_attention(t)) {
+                items[i].attention.push_back(const_cast<ggml_tensor *>(t));
+            }
+        }
         if (with_traits) {
             items[i].traits = traits_of(branch, trunk);
         }
@@ -389,8 +393,7 @@ knapspec_traits finder::traits_of(cone branch, const tensor_set & trunk) {
         }
         mix(t->op);
         mix_tensor(t);
-        const ggml_tensor * mask = t->op == GGML_OP_FLASH_ATTN_EXT ? t->src[3] : t->op == GGML_OP_SOFT_MAX ? t->src[1] : nullptr;
-        if (mask) {
+        if (const ggml_tensor * mask = is_attention(t) ? knapspec_mask_of(t) : nullptr) {
             mix(masks.emplace(root_of(mask), masks.size()).first->second);
         }
         for (int k = 0; k < GGML_MAX_SRC; ++k) {
@@ -519,11 +522,23 @@ void knapspec_shorten_output(llm_graph_result & res, const knapspec_output & out
     ggml_build_forward_expand(res.gf, t);
 }
 
+ggml_tensor * knapspec_mask_of(const ggml_tensor * attention) {
+    return attention->src[attention->op == GGML_OP_FLASH_ATTN_EXT ? 3 : 1];
+}
+
+bool knapspec_plan::operator==(const knapspec_plan & other) const {
+    return modes == other.modes && std::equal(
+            windows.begin(), windows.end(), other.windows.begin(), other.windows.end(), [](const auto & a, const auto & b) {
+        return a.n_sinks == b.n_sinks && a.n_recent == b.n_recent;
+    });
+}
+
 bool knapspec_prune(
-        llm_graph_result                 & res,
-        const std::vector<knapspec_item> & items,
-        const std::vector<int32_t>       & modes,
-        std::string                      & reason) {
+        llm_graph_result                       & res,
+        const std::vector<knapspec_item>       & items,
+        const std::vector<int32_t>             & modes,
+        const std::vector<const ggml_tensor *> & replaced,
+        std::string                            & reason) {
     ggml_cgraph * gf = res.gf;
 
     // from a skipped addition to what stands for it; a chain of skips resolves to the first residual kept
@@ -547,7 +562,7 @@ bool knapspec_prune(
     const std::vector<ggml_tensor *> writes = find_writes(nodes);
     const std::vector<ggml_tensor *> leafs(gf->leafs, gf->leafs + gf->n_leafs);
 
-    tensor_set read_before; // memory read by any node
+    tensor_set read_before(replaced.begin(), replaced.end()); // memory read by any node
     for (ggml_tensor * t : nodes) {
         for (int k = 0; k < GGML_MAX_SRC; ++k) {
             if (t->src[k]) {

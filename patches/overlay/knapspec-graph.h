@@ -25,6 +25,19 @@ struct knapspec_item {
     ggml_tensor * residual; // its operand that stays when the sublayer is skipped
     knapspec_sublayer_info info;
     knapspec_traits        traits;
+    std::vector<ggml_tensor *> attention; // what weighs its keys: flash attention or softmax
+};
+
+// The mask of one of these; null without one.
+ggml_tensor * knapspec_mask_of(const ggml_tensor * attention);
+
+// How each sublayer takes part; no modes: the full model.
+struct knapspec_plan {
+    std::vector<int32_t>         modes;
+    std::vector<knapspec_window> windows; // one per mode
+
+    bool empty() const { return modes.empty(); }
+    bool operator==(const knapspec_plan & other) const;
 };
 
 // The sublayers of a graph in execution order. Empty, with a reason, if any part of the network is not covered by them.
@@ -44,13 +57,14 @@ knapspec_output knapspec_find_output(const llm_graph_result & res, std::string &
 // Logits of these rows of the head in place of all; the former ones are no output any more.
 void knapspec_shorten_output(llm_graph_result & res, const knapspec_output & output, ggml_tensor * rows);
 
-// Rewire the graph so that every item with skip[i] != 0 is passed over, and drop what nothing needs any more.
-// Returns false, with a reason, and leaves the graph unusable if that is impossible.
+// Rewire the graph so that every skipped item is passed over, and drop what nothing needs any more. `replaced`: inputs that
+// something has read until now. Returns false, with a reason, and leaves the graph unusable if that is impossible.
 bool knapspec_prune(
-        llm_graph_result                 & res,
-        const std::vector<knapspec_item> & items,
-        const std::vector<int32_t>       & modes,
-        std::string                      & reason);
+        llm_graph_result                       & res,
+        const std::vector<knapspec_item>       & items,
+        const std::vector<int32_t>             & modes,
+        const std::vector<const ggml_tensor *> & replaced,
+        std::string                            & reason);
 
 // The nodes, in graph order, that compute the stream after sublayer `last` from the stream before sublayer `first`, with the
 // cache writes that they depend on. first = 0: from the tokens; first = last = the number of sublayers: the logits. Empty, with

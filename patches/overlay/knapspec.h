@@ -23,10 +23,17 @@ enum knapspec_kind {
     KNAPSPEC_KIND_RECURRENT = 3, // state-space or linear-attention mixer
 };
 
-// how a sublayer takes part; values above SKIP are reserved for windowed attention
+// how a sublayer takes part
 enum knapspec_mode {
-    KNAPSPEC_MODE_FULL = 0,
-    KNAPSPEC_MODE_SKIP = 1,
+    KNAPSPEC_MODE_FULL   = 0,
+    KNAPSPEC_MODE_SKIP   = 1,
+    KNAPSPEC_MODE_WINDOW = 2, // its attention sees the first and the most recent tokens only; it writes all its keys
+};
+
+// what a windowed attention sees, of what the model lets it see; 0, 0 for other modes
+struct knapspec_window {
+    int32_t n_sinks;  // tokens at positions below this one
+    int32_t n_recent; // most recent tokens, the one that looks included; 1 or more
 };
 
 // return codes of knapspec_eval and others, next to those of llama_decode (1: no slot, 2: aborted, < 0: failed)
@@ -98,10 +105,19 @@ LLAMA_API int32_t knapspec_sublayer_traits(struct llama_context * ctx, int32_t i
 // Positions that the model has learned embeddings for; 0 where positions have no end. A pass beyond them ends the process.
 LLAMA_API int32_t knapspec_learned_positions(struct llama_context * ctx);
 
-// One mode per sublayer for all following llama_decode calls of this context; n = 0 returns to the full model.
+// One mode per sublayer for all following llama_decode calls of this context, and one window per sublayer, or NULL where no
+// mode is a window; n = 0 returns to the full model.
 // Works on any context, also one that belongs to a llama_cpp.Llama object. Returns 0, or KNAPSPEC_BAD_ARGUMENT for a
-// wrong length or an unknown mode; the previous plan then stays.
-LLAMA_API int32_t knapspec_set_plan(struct llama_context * ctx, const int32_t * modes, int32_t n);
+// wrong length, an unknown mode or an attention that cannot be windowed; the previous plan then stays.
+LLAMA_API int32_t knapspec_set_plan(
+        struct llama_context         * ctx,
+        const int32_t                * modes,
+        int32_t                        n,
+        const struct knapspec_window * windows);
+
+// Why the attention of sublayer i cannot be windowed; empty if it can, NULL for an i outside the sublayers. A sliding-window
+// attention can, and stays as it is under a window that holds all it sees. Valid until the context is freed.
+LLAMA_API const char * knapspec_window_refusal(struct llama_context * ctx, int32_t i);
 
 // Short head: a list of some of the vocabulary's tokens, whose rows of the output projection are copied as they are into
 // a tensor of its own, on the same device. knapspec_use_head makes following knapspec_eval and knapspec_beside calls multiply the first

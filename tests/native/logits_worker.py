@@ -61,8 +61,13 @@ def sublayers(context: Any) -> tuple[list[tuple[int, int]], str]:
 
 def set_plan(context: Any, modes: list[int]) -> None:
     lib = llama._lib
-    lib.knapspec_set_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
-    code = lib.knapspec_set_plan(context, (ctypes.c_int32 * len(modes))(*modes), len(modes))
+    lib.knapspec_set_plan.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+    ]
+    code = lib.knapspec_set_plan(context, (ctypes.c_int32 * len(modes))(*modes), len(modes), None)
     if code:
         raise RuntimeError(f"the plan was refused with {code}")
 

@@ -119,6 +119,9 @@ class _Predicted:
 def draft_json(engine: Engine, draft: Draft) -> dict[str, Any]:
     return {
         "skipped": [str(s) for s in engine.backend.sublayers if s.index in draft.plan.skipped],
+        "windowed": {
+            str(engine.backend.sublayers[i]): str(draft.plan.modes[i]) for i in draft.plan.windowed
+        },
         "head_rows": draft.plan.head_rows,
         "max_tokens": draft.max_tokens,
         "min_probability": draft.min_probability,
