@@ -180,3 +180,12 @@ def test_only_the_whole_head_is_a_full_plan() -> None:
     assert Plan.full(3).is_full
     assert not Plan.skipping(3, [], 16).is_full
     assert Plan.skipping(3, [1], 16) != Plan.skipping(3, [1])
+
+
+def test_reports_show_what_a_shorter_head_takes() -> None:
+    from knapspec_edge.apps import profile_report
+
+    costs = Costs(profiled(backend()))
+    table = profile_report._cost_table(costs, [])
+    assert {"16 rows\nof it, ms", "32 rows\nof it, ms"} <= set(table.columns)
+    assert all(len(row) == len(table.columns) for row in table.rows)
