@@ -31,7 +31,10 @@ from knapspec_edge.latency.fidelity import measure_fidelity, target_text  # noqa
 from knapspec_edge.latency.profiler import Progress  # noqa: E402
 from knapspec_edge.native import bindings, library  # noqa: E402
 from knapspec_edge.records import (  # noqa: E402
+    FULL,
     Draft,
+    Mode,
+    ModeKind,
     Pick,
     Plan,
     RoundTimes,
@@ -64,6 +67,8 @@ SETTING_WORDS = {
 }
 # Share of the sublayers that a plan leaves out, those that do the least harm first.
 PLAN_SHARES = {"few": 1 / 12, "some": 1 / 6, "many": 1 / 3}
+WINDOW = (4, 16)  # tokens, of the plan "windows": so short that it changes short answers, too
+PLANS = (*PLAN_SHARES, "windows")
 RANKING_TOKENS = 49  # of an answer, on which harm is counted
 
 
@@ -101,6 +106,10 @@ def plans_by_harm(backend: Backend, prompt: Sequence[int], progress: Progress) -
     for name, share in PLAN_SHARES.items():
         size = max(1, round(share * n))
         plans[name] = Plan.skipping(n, [item.index for item in order[:size]])
+    window = Mode(ModeKind.WINDOW, *WINDOW)
+    able = [traits.can_window for traits in backend.traits]
+    if any(able):
+        plans["windows"] = Plan(tuple(window if can else FULL for can in able))
     return plans
 
 

@@ -41,7 +41,7 @@ import _pick_cost as pick_cost  # noqa: E402
 from _distributions import adjusted, agreement, candidates, distribution  # noqa: E402
 from _measuring import percent  # noqa: E402
 from _sampled import (  # noqa: E402
-    PLAN_SHARES,
+    PLANS,
     SETTING_WORDS,
     SETTINGS,
     Answer,
@@ -71,7 +71,7 @@ Show = Callable[[str, float], None]
 CTX_TOKENS = 1024
 STRICT_MARGIN = 1e-4  # with F32 weights and keys no pick by a wider margin may differ
 # γ of the plans by name: the more is left out, the shorter
-DRAFT_LENGTHS = {"few": 8, "some": 4, "many": 2}
+DRAFT_LENGTHS = {"few": 8, "some": 4, "many": 2, "windows": 4}
 BLOCK_TOKENS = 4  # drafted one after the other where acceptance is counted
 NOISE_WIDTH = 5  # tokens of the passes that show how much batch shapes change a logit
 NOISE_TOKENS = 41
@@ -617,7 +617,7 @@ def _parser() -> argparse.ArgumentParser:
     def texts(sub: Any, settings: str, seeds: int, tokens: int) -> None:
         add = sub.add_argument
         add("--settings", default=settings, metavar="NAME,...", help=f"of {', '.join(SETTINGS)}")
-        add("--plans", default=",".join(PLAN_SHARES), metavar="NAME,...", help="of the same")
+        add("--plans", default=",".join(PLANS), metavar="NAME,...", help="of the same")
         add("--prompts", type=int, default=len(QUESTIONS), help=f"up to {len(QUESTIONS)}")
         add("--seeds", type=int, default=seeds, help="1..this")
         add("--max-tokens", type=int, default=tokens, help="of each answer")
@@ -644,7 +644,7 @@ def _check_options(options: argparse.Namespace) -> None:
         pick_cost.check_options(options)
         return
     parse_names(options.settings, list(SETTINGS), "--settings")
-    parse_names(options.plans, list(PLAN_SHARES), "--plans")
+    parse_names(options.plans, list(PLANS), "--plans")
 
 
 @dataclass
@@ -698,13 +698,15 @@ def _words(model: Any) -> Callable[[int], str]:
 
 def _identity(options: argparse.Namespace, terminal: Terminal, failures: list[str]) -> Any:
     settings = {n: SETTINGS[n] for n in parse_names(options.settings, list(SETTINGS), "--settings")}
-    names = parse_names(options.plans, list(PLAN_SHARES), "--plans")
+    names = parse_names(options.plans, list(PLANS), "--plans")
     seeds = range(1, options.seeds + 1)
     results = []
     for name in options.models:
         with _opened(options, name, terminal) as opened:
             noise = batch_noise(opened.backend, opened.prompts[0])
-            drafts = {n: Draft(opened.plans[n], DRAFT_LENGTHS[n], 0.0) for n in names}
+            drafts = {
+                n: Draft(opened.plans[n], DRAFT_LENGTHS[n], 0.0) for n in names if n in opened.plans
+            }
             found = compared(
                 opened.backend,
                 NativePick(),
@@ -744,7 +746,7 @@ def _identity(options: argparse.Namespace, terminal: Terminal, failures: list[st
 
 def _acceptance(options: argparse.Namespace, terminal: Terminal, _failures: list[str]) -> Any:
     settings = {n: SETTINGS[n] for n in parse_names(options.settings, list(SETTINGS), "--settings")}
-    names = parse_names(options.plans, list(PLAN_SHARES), "--plans")
+    names = parse_names(options.plans, list(PLANS), "--plans")
     results = []
     for name in options.models:
         with _opened(options, name, terminal) as opened:

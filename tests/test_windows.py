@@ -186,22 +186,25 @@ class TestFidelity:
     SUBLAYERS = TRUTH.sublayers
 
     def test_windows_are_counted_like_skips(self) -> None:
-        model = ToyModel(end_tokens=frozenset(), default_harm=0.0, harm={0: 1.0, 2: 0.3})
+        model = ToyModel(end_tokens=frozenset(), default_harm=0.0, harm={0: 0.2, 2: 0.2})
         backend = FakeBackend(model, n_layer=2, n_ctx=256, can_window=True)
         text = target_text(backend, list(range(1, 20)), 60)
-        found = measure_fidelity(backend, text, [0], 16, windows=[(0, NARROW), (2, NARROW)])
+        found = measure_fidelity(backend, text, [0], 16, windows=[(NARROW, (0, 2))])
         counts = {(c.index, c.mode): c for c in found.counts}
         assert set(counts) == {(0, "skip"), (0, str(NARROW)), (2, str(NARROW))}
-        assert counts[0, "skip"].total == counts[2, str(NARROW)].total == 60
-        # harm is drawn by mode: another share of the picks survives
-        agreed = counts[2, str(NARROW)].agreed
-        own = Plan(tuple(NARROW if i == 2 else FULL for i in range(4)))
+        assert counts[0, "skip"].total == 60
+        # both together, each with half of the misses
+        assert counts[0, str(NARROW)].total == counts[2, str(NARROW)].total == 120
+        agreed = counts[2, str(NARROW)].agreed - 60
+        own = Plan((NARROW, FULL, NARROW, FULL))
         picks = [model.pick([*text.prompt, *text.window[: k + 1]], GREEDY, own) for k in range(60)]
         target = [
             model.pick([*text.prompt, *text.window[: k + 1]], GREEDY, None) for k in range(60)
         ]
         exact = sum(a.token == b.token for a, b in zip(picks, target, strict=True))
-        assert agreed == exact < 60
+        assert 0 < agreed == exact < 60
+        part = counts[2, str(NARROW)]
+        assert (part.agreed / part.total) ** 2 == pytest.approx(1.0 - (60 - exact) / 60, abs=0.1)
         assert found.covers(0, 20, NARROW)
         assert not found.covers(0, 20, WIDE)
         again = Fidelity.from_json(json.loads(json.dumps(found.to_json())), 4)

@@ -157,7 +157,7 @@ def _items(outlook: Outlook) -> tuple[Table | Facts, ...]:
         rows.append(tuple(row))
     caption = "Cost in a step, and the share of the model's picks that survive leaving one out"
     if outlook.draft is not None and outlook.draft.plan.windowed:
-        caption += ", or its window"
+        caption += ", or its part of what all windows lose"
     if any(i.agreed is None for i in outlook.items):
         caption += " (~: interpolated)"
     return Table(tuple(columns), tuple(rows), caption, together=6), _parts(outlook)

@@ -461,14 +461,12 @@ class _Run:
         width = min(costs.max_width, self.config.measure_block_tokens)
         block_ms = costs.verify_ms(context, width)
         left_ms = 1000.0 * (end - time.monotonic())
-        windows = [
-            (i, mode) for mode, able in windows_at(backend, context, self.config) for i in able
-        ]
+        windows = windows_at(backend, context, self.config)
         blocks, stride = 0, 0
         while blocks < 1 and stride < len(backend.sublayers):
             stride += 1
             # a window costs its own steps, and for every plan one pass per block
-            probes = len(probed_indices(backend.sublayers, stride)) + len(windows[::stride]) + 2
+            probes = len(probed_indices(backend.sublayers, stride)) + len(windows) + 2
             blocks = int(left_ms / (width * costs.step_ms(context) + probes * block_ms))
         most = min(2 * self.config.measure_window_tokens, self.n_ctx - context - 1)
         window = min(most, max(1, blocks) * width)
@@ -479,7 +477,7 @@ class _Run:
                 text,
                 probed_indices(backend.sublayers, stride, offset),
                 self.config.measure_block_tokens,
-                windows=windows[offset % stride :: stride],
+                windows=windows,
                 report=share,
                 enough=lambda: time.monotonic() > end + 0.25 * budget,
             )

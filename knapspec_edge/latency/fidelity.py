@@ -378,20 +378,23 @@ def measure_fidelity(
     indices: Sequence[int],
     block_tokens: int,
     *,
-    windows: Sequence[tuple[int, Mode]] = (),
+    windows: Sequence[tuple[Mode, Sequence[int]]] = (),
     report: Callable[[], None] = lambda: None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Fidelity:
-    """Agreement of each single skip, and of each single window of an attention, with the full
-    model on the text's window.
+    """Agreement of each single skip with the full model on the text's window, and of each window
+    on all sublayers that are named with it.
+
+    What windows lose is hardly more for all of them than for some, so that a product of single
+    ones would say little: they are judged together, and each bears its part of the misses.
 
     The cache holds the text's prompt and is left so. `enough` is asked after each block and may end
     the count; what was counted until then is kept.
     """
     n = len(backend.sublayers)
-    items = [*((i, SKIP) for i in indices), *windows]
+    items: list[tuple[Mode, Sequence[int]]] = [*((SKIP, [i]) for i in indices), *windows]
     plans: list[Plan | None] = [None]
-    plans += [Plan(tuple(mode if k == i else FULL for k in range(n))) for i, mode in items]
+    plans += [Plan(tuple(m if k in group else FULL for k in range(n))) for m, group in items]
     window, context = text.window, backend.n_past
     found = evaluate_plans(backend, window, plans, block_tokens, report=report, enough=enough)
     first = found.first
@@ -406,12 +409,22 @@ def measure_fidelity(
     notes = []
     if first:
         notes.append(f"items judged on {len(window) - first} tokens: out of time")
-    count = partial(ItemCount, context_tokens=context, total=len(target))
+    counts = []
+    for (mode, group), a, s in zip(items, agreed, shifts, strict=True):
+        of = len(group)
+        total = of * len(target)
+        count = partial(
+            ItemCount,
+            mode=str(mode),
+            context_tokens=context,
+            agreed=total - (len(target) - int(a)),
+            total=total,
+        )
+        if of == 1:
+            count = partial(count, shift_sq=float(s), shifts=len(places))
+        counts += [count(i) for i in group]
     return Fidelity(
-        tuple(
-            count(i, str(mode), agreed=int(a), shift_sq=float(s), shifts=len(places))
-            for (i, mode), a, s in zip(items, agreed, shifts, strict=True)
-        ),
+        tuple(counts),
         batch_agreed=int((target[:-1] == own).sum()),
         batch_total=int(own.size),
         runs=1,

@@ -154,10 +154,9 @@ def measure_all(
         step_ms = costs.step_ms(len(prompt))
         missing = [s for s in backend.sublayers if not known.covers(s.index, len(prompt))]
         windows = [
-            (i, mode)
+            (mode, able)
             for mode, able in windows_at(backend, len(prompt), config)
-            for i in able
-            if not known.covers(i, len(prompt), mode)
+            if not all(known.covers(i, len(prompt), mode) for i in able)
         ]
         effort = choose_effort(
             step_ms,
@@ -191,7 +190,7 @@ def measure_all(
                 replace(text, window=text.window[: effort.window_tokens]),
                 probed_indices(missing, stride),
                 config.measure_block_tokens,
-                windows=windows[::stride],
+                windows=windows,
                 report=report_time(_FIDELITY_SHARE),
                 enough=late,
             )
