@@ -19,7 +19,7 @@ from knapspec_edge.config import Config
 from knapspec_edge.latency.drift import Correction
 from knapspec_edge.latency.rounds import RoundTiming
 from knapspec_edge.latency.store import INVALID, Store
-from knapspec_edge.records import Plan
+from knapspec_edge.records import Mode, ModeKind, Plan
 from knapspec_edge.search import plan_book, planner
 from knapspec_edge.search.acceptance import Judgement
 from knapspec_edge.search.buckets import bucket_of, context_of
