@@ -48,6 +48,13 @@ class Config:
     # drafting
     draft_max_tokens: int = 8  # γ tried by the planner: 1..this
     draft_min_probability: float = 0.7  # the paper's stop threshold
+    # A draft may multiply a part of the head's rows only: of the vocabulary's tokens, so many.
+    head_shares: tuple[float, ...] = (0.125, 0.25, 0.5)
+    head_rows_step: int = 256  # such a head has a multiple of so many rows
+    # of the smallest head, for tokens of the text that are not in it anyway
+    head_text_share: float = 0.25
+    head_min_share: float = 0.05  # of a step: a cheaper head is not shortened
+    short_head: bool = True  # whether plans with one are considered
 
     # exactness: where passes over several tokens are compared with passes over one
     exact_verify_tokens: int = 16  # widest such pass; --exact strict verifies no more at once

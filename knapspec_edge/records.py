@@ -92,22 +92,30 @@ class Traits:
 
 @dataclass(frozen=True)
 class Plan:
-    """One mode per sublayer, in execution order. All-full is the target network itself."""
+    """One mode per sublayer, in execution order, and how much of the head is multiplied. All-full
+    is the target network itself."""
 
     modes: tuple[Mode, ...]
+    # rows of the head; the tokens of all others cannot be picked. 0: all rows
+    head_rows: int = 0
 
     @classmethod
     def full(cls, n_sublayers: int) -> Plan:
         return cls((FULL,) * n_sublayers)
 
     @classmethod
-    def skipping(cls, n_sublayers: int, skipped: frozenset[int] | set[int] | list[int]) -> Plan:
+    def skipping(
+        cls,
+        n_sublayers: int,
+        skipped: frozenset[int] | set[int] | list[int],
+        head_rows: int = 0,
+    ) -> Plan:
         """The plan that skips the sublayers with these indices and keeps all others."""
         chosen = set(skipped)
         outside = sorted(i for i in chosen if not 0 <= i < n_sublayers)
         if outside:
             raise ValueError(f"sublayer index {outside[0]} is outside 0..{n_sublayers - 1}")
-        return cls(tuple(SKIP if i in chosen else FULL for i in range(n_sublayers)))
+        return cls(tuple(SKIP if i in chosen else FULL for i in range(n_sublayers)), head_rows)
 
     @property
     def skipped(self) -> tuple[int, ...]:
@@ -119,7 +127,7 @@ class Plan:
 
     @property
     def is_full(self) -> bool:
-        return all(m.kind is ModeKind.FULL for m in self.modes)
+        return not self.head_rows and all(m.kind is ModeKind.FULL for m in self.modes)
 
 
 @dataclass(frozen=True)

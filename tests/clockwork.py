@@ -196,6 +196,10 @@ class Clockwork:
         return self.truth.sublayers
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def traits(self) -> tuple[Traits, ...]:
         return self.truth.traits(self.n_ctx)
 

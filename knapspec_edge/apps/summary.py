@@ -174,6 +174,7 @@ def plan_json(draft: Draft, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
     return {
         "reduced": {str(sub): str(mode) for sub, mode in modes if str(mode) != "full"},
         "n_sublayers": len(draft.plan.modes),
+        "head_rows": draft.plan.head_rows,
         "draft_max_tokens": draft.max_tokens,
         "draft_min_probability": draft.min_probability,
     }

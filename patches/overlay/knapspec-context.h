@@ -3,6 +3,7 @@
 
 #include "knapspec.h"
 #include "knapspec-graph.h"
+#include "knapspec-head.h"
 #include "knapspec-sampling.h"
 
 #include "llama-graph.h"
@@ -58,6 +59,14 @@ public:
     int32_t set_plan(const int32_t * modes, int32_t n, const knapspec_window * windows);
     void    keep_graphs(int32_t n);
 
+    // the short head; nullptr, with a reason, where there can be none
+    knapspec_head * short_head();
+    const std::string & head_refusal();
+    int32_t reserve_head(int32_t n_rows, const char * path);
+    int32_t set_head(const int32_t * places, const llama_token * tokens, int32_t n);
+    int32_t use_head(int32_t n_rows);
+    int32_t head_logits(int32_t row, float * out, int32_t n_rows);
+
     int32_t eval(
             const llama_token       * tokens,
             int32_t                   n_tokens,
@@ -105,6 +114,7 @@ private:
     llama_context & ctx;
 
     knapspec_plan plan;
+    int32_t       n_head = 0; // rows of the short head; 0: the full one
 
     bool                                analysed  = false;
     bool                                analysing = false;
@@ -116,6 +126,9 @@ private:
     int32_t                             n_stream = 0; // width of the residual stream
     std::string                         why_not;
     std::string                         why_no_branches;
+    std::string                         why_no_head;
+    const ggml_tensor *                 head_weight = nullptr;
+    std::unique_ptr<knapspec_head>      head;
 
     // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has
     // swapped places with the context's own scheduler, which then lives in the slot.
@@ -125,8 +138,10 @@ private:
         uint32_t             n_outputs = 0;
         bool                 capturing = false;
         bool                 repaired  = false; // skipped sublayers have their mean added
+        int32_t              n_head    = 0;
 
         std::vector<ggml_tensor *> captured; // one per sublayer
+        ggml_tensor *              logits = nullptr; // of a short head
 
         uint64_t             last_used = 0;
         int64_t              n_nodes = 0;
@@ -152,6 +167,7 @@ private:
     std::atomic<bool> interrupted{ false };
     bool              callback_set = false;
     bool              is_beside    = false; // the pass that runs is one beside sequence 0
+    bool              is_picking   = false; // it is one of ours, which may have a short head
     bool              capturing    = false;
 
     struct {
@@ -172,6 +188,8 @@ private:
     knapspec_sampler         sampler;
     std::vector<llama_token> text; // of sequence 0 by position, as far as it came through eval; -1: unknown
     int32_t                  n_rows = 0; // of logits of the latest pass
+    int32_t                  n_columns = 0; // logits of such a row, where a short head made them
+    std::vector<float>       short_rows; // of the latest pass, where the device's memory is not ours
 
     std::vector<llama_token>    batch_tokens; // of cells that are filled without computing
     std::vector<llama_pos>      batch_pos;
@@ -195,6 +213,10 @@ private:
     bool repairs() const; // whether passes under a plan are repaired
     bool make_repairs();  // the vectors; false: there is no memory for them
     void learn_repairs(int32_t n_tokens); // from the states that the latest pass kept
+
+    int32_t head_now() const { return is_picking ? n_head : 0; }
+    // the rows of the latest pass under a short head, [row][n_head]; nullptr, with a line in the log, if they are not there
+    float * short_logits(int32_t n_outputs);
 
     void    watch_interrupt();
     int32_t compute(const llama_batch_ext & batch);

@@ -122,6 +122,7 @@ def draft_json(engine: Engine, draft: Draft) -> dict[str, Any]:
         "windowed": {
             str(engine.backend.sublayers[i]): str(draft.plan.modes[i]) for i in draft.plan.windowed
         },
+        "head_rows": draft.plan.head_rows,
         "max_tokens": draft.max_tokens,
         "min_probability": draft.min_probability,
     }
