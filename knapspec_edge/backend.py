@@ -81,8 +81,37 @@ class Backend(Protocol):
         ...
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Rows of the short heads that plans may have (Plan.head_rows), ascending; empty where the
+        head cannot be shortened."""
+        ...
+
+    def suggest_head(self, tokens: Sequence[int]) -> None:
+        """Tokens, the most frequent first, that short heads are to have; before one is used."""
+        ...
+
+    def prepare_head(self, n_rows: int) -> None:
+        """Have the list of tokens for short heads of up to so many rows: what the text brings from
+        now on comes into it. Raises PlanError where there can be none."""
+        ...
+
+    def lacked(
+        self, tokens: Sequence[int], position: int, plan: Plan | None = None
+    ) -> NDArray[np.bool_]:
+        """bool [tokens]: which of the text's tokens from `position` on a short head had not got
+        when the text came to them; none with a full head. Those that it lacked have moved in since,
+        so that it picks them now."""
+        ...
+
+    @property
     def refusal(self) -> str | None:
-        """Why speculation is impossible with this model, or None."""
+        """Why drafting with a part of this model is impossible, or None."""
+        ...
+
+    @property
+    def cut_refusal(self) -> str | None:
+        """Why its cache cannot be cut back to accepted tokens, so that nothing at all can be
+        proposed to it, or None. Where this is a reason, `refusal` is one."""
         ...
 
     def is_end(self, token: int) -> bool:

@@ -91,7 +91,7 @@ def engine_options(options: dict[str, Any]) -> dict[str, Any]:
         raise UsageError("--draft-model goes with --policy draft-model")
     names = (
         "ctx", "threads", "gpu_layers", "kv_type", "flash_attn", "spec", "policy", "draft_model",
-        "exact", "template",
+        "exact", "lookup", "template",
     )  # fmt: skip
     found = {name: options[name] for name in names if name in options}
     if options.get("windows") is False:

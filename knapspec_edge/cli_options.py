@@ -10,7 +10,7 @@ import click
 
 from . import cli_completion, policies
 from .cli_config import MODEL_VARIABLE, PREFIX
-from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, THREADS_MAX
+from .config import CTX_TOKENS_MAX, EXACTNESS, GPU_LAYERS_MAX, SPECS, THREADS_MAX
 from .errors import UsageError
 from .sampling import (
     DEFAULT_PRESET,
@@ -269,9 +269,16 @@ ANSWER_OPTIONS = (
         "--spec",
         default="auto",
         show_default=True,
-        metavar="auto|on|off|FILE",
-        shell_complete=cli_completion.words_and_files("auto", "on", "off"),
-        help="Speculation: where it pays, always, never, or by a plan file.",
+        metavar="auto|on|lookup|off|FILE",
+        shell_complete=cli_completion.words_and_files(*SPECS),
+        help="Speculation: where it pays, always, with what stood in the text before alone, never, "
+        "or by a plan file.",
+    ),
+    option(
+        "--lookup/--no-lookup",
+        default=True,
+        show_default=True,
+        help="Whether auto and on first propose what followed the same words before.",
     ),
     option(
         "--policy",

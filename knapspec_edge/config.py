@@ -13,6 +13,8 @@ GPU_LAYERS_MAX = 2**31 - 1
 GENERATORS = ("knapspec", "knapspec-paper")
 # What a text has to be the same to, the default first: see Engine.open.
 EXACTNESS = ("default", "strict")
+# Whether and how to speculate, the default first; or a plan file.
+SPECS = ("auto", "on", "lookup", "off")
 # Kinds of prompts that `bench` makes.
 BENCH_TASKS = ("summarize", "code", "qa", "chat", "reason")
 # What a chat does where its context is full, the default first: say so, or drop the oldest turns.
@@ -36,12 +38,23 @@ class Config:
     # Each takes 2 MB and two rows of logits per token; building one again costs about 1 ms.
     kept_graphs: int = 6
 
+    # Where a draft skips a sublayer it adds the mean of what that added to the latest tokens. One
+    # verification in so many is looked at for these means; 0: skipped sublayers add nothing.
+    repair_interval: int = 1
+
     # Cells of the cache beyond the context, for passes beside the text that judge plans.
     beside_tokens: int = 128
 
     # drafting
     draft_max_tokens: int = 8  # γ tried by the planner: 1..this
     draft_min_probability: float = 0.7  # the paper's stop threshold
+    # A draft may multiply a part of the head's rows only: of the vocabulary's tokens, so many.
+    head_shares: tuple[float, ...] = (0.125, 0.25, 0.5)
+    head_rows_step: int = 256  # such a head has a multiple of so many rows
+    # of the smallest head, for tokens of the text that are not in it anyway
+    head_text_share: float = 0.25
+    head_min_share: float = 0.05  # of a step: a cheaper head is not shortened
+    short_head: bool = True  # whether plans with one are considered
 
     # exactness: where passes over several tokens are compared with passes over one
     exact_verify_tokens: int = 16  # widest such pass; --exact strict verifies no more at once
@@ -135,6 +148,19 @@ class Config:
     plan_confidence: float = 3.0
     plan_fading_tokens: int = 128  # after which what a plan was judged on counts for half
     calibration_memory_tokens: float = 512.0  # drafted tokens that acceptance is estimated from
+
+    # lookup in prompt and answer
+    lookup_places: int = 16  # of those where the latest two tokens stood, looked at anew per token
+    # Tokens proposed: with the plain step and a draft's passes no more widths than graphs are kept.
+    lookup_lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
+    lookup_margin_tokens: float = 0.05  # gain per round that a proposal has to promise
+    lookup_session_matches: float = 256.0  # of each sort, that older ones fade by
+    lookup_answer_matches: float = 48.0  # the same within one answer
+    lookup_session_weight: float = 16.0  # matches that what is known beforehand counts for
+    lookup_answer_weight: float = 4.0  # and in an answer, what was seen in those before it
+    lookup_measure_seconds: float = 5.0  # of the verification curve, where lookups are all there is
+    lookup_pace_rounds: float = 32.0  # rounds that the price of time is taken from
+    lookup_loss_steps: float = 3.0  # plain steps an answer may lose before lookups end in it
 
     # search over hidden states
     dp_min_cosine: float = 0.5  # the paper's τ

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from . import arguments, policies
 from .closing import Closing
-from .config import DEFAULTS, EXACTNESS, GENERATORS, Config
+from .config import DEFAULTS, EXACTNESS, GENERATORS, SPECS, Config
 from .decode.loop import Clock
 from .decode.policy import FixedPolicy, Policy
 from .decode.session import Generation, Session
@@ -66,6 +66,7 @@ Progress = Callable[[str, float | None], None]
 # Rounds between two looks at whether the machine still behaves as it was measured.
 _DRIFT_INTERVAL_ROUNDS = 16
 
+_SPECS = f"{', '.join(SPECS)}, or the path of a plan file"
 _ENGINE_CLOSED = "the engine was closed"
 _INTERRUPTED = "interrupted"
 
@@ -98,6 +99,7 @@ class Speculation:
     baseline_per_second: float | None = None  # measured speed of plain decoding, tokens/s
     predicted_ratio: float | None = None  # predicted speed relative to plain decoding
     guarded: bool = False  # auto: may be given up in the middle of an answer
+    lookup: bool = False  # what repeats the text may be proposed, whatever `state` says of plans
     # whether drafts change no bit of what is computed, by comparison; None: not looked at
     bit_exact: bool | None = None
 
@@ -211,6 +213,10 @@ class Answer(Closing):
         """What held for this answer, including that auto began or gave up in the middle."""
         found = self._speculation
         latest, stopped = self.stats.latest_draft, self.stats.speculation_stopped
+        if found.state == "off" and latest is None and self.stats.proposed_n:
+            plans = found.reason.removeprefix("off: ")
+            reason = f"what repeats the text is looked up; no plan: {plans}"
+            found = replace(found, state="on", policy=policies.LOOKUP, reason=reason, guarded=True)
         if latest is not None:
             if found.state == "off":
                 found = replace(
@@ -308,6 +314,7 @@ class Engine(Closing):
         policy: str = policies.DEFAULT,
         draft_model: str | os.PathLike[str] | None = None,
         exact: str = EXACTNESS[0],
+        lookup: bool = True,
         expected_tokens: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -330,11 +337,13 @@ class Engine(Closing):
         self.policy_name = policy
         self._draft_model = draft_model
         self.exact = exact
+        self.lookup = lookup
         self._exactness: Exactness | None = None  # once compared
         self._policy: Policy = FixedPolicy(None)
         self._spec: str | os.PathLike[str] = "off"  # as it was asked for
         self._book: PlanBook | None = None  # what is known about plans, once measured
         self._decision: Decision | None = None  # once measured
+        self._curve: Costs | None = None  # of verification alone, once measured
         self._drift: DriftTracker | None = None  # compares rounds with the decision's measurement
         self._drifted = False  # written down
         # which of the settings were measured to be best here, for people; None without a profile
@@ -364,6 +373,7 @@ class Engine(Closing):
         policy: str = policies.DEFAULT,
         draft_model: str | os.PathLike[str] | None = None,
         exact: str = EXACTNESS[0],
+        lookup: bool = True,
         template: str | os.PathLike[str] | None = None,
         needs_template: bool = False,
         expected_tokens: int | None = None,
@@ -375,14 +385,15 @@ class Engine(Closing):
 
         `ctx`: context size in tokens; None takes what the model was trained for, at most
         config.ctx_tokens. `gpu_layers`: None lets the library decide. `spec`: "auto" speculates
-        where it was measured to pay, "on" always with the best plan found, "off" never, or a plan
-        file. `policy`: what drafts (policies.NAMES); all but "knapspec" are always on unless `spec`
-        is "off" or a file, and "plain" never drafts. `draft_model`: the GGUF of the policy
-        "draft-model". `exact`: "strict" drafts only where passes over several
-        tokens were found to compute bit for bit what passes over one do, so that every text is that
-        of `spec` "off"; flash attention is on then unless it is given, and no setting is chosen by
-        measurement. `template`: a built-in chat template's name or a file, in
-        place of the model's own.
+        where it was measured to pay, "on" always with the best plan found, "lookup" only with what
+        stood in prompt or answer before, where that pays, "off" never, or a plan file. `lookup`:
+        whether "auto" and "on" look up first, too. `policy`: what drafts (policies.NAMES); all but
+        "knapspec" are always on unless `spec` is "off" or a file, and "plain" never drafts.
+        `draft_model`: the GGUF of the policy "draft-model". `exact`: "strict" drafts only where
+        passes over several tokens were found to compute bit for bit what passes over one do, so
+        that every text is that of `spec` "off"; flash attention is on then unless it is given, and
+        no setting is chosen by measurement. `template`: a built-in chat template's name or a file,
+        in place of the model's own.
         `needs_template`: refuse a model that cannot chat now, before anything is measured.
         `threads` None, `flash_attn` "auto" and `kv_type` "auto" take the best of the settings that
         `knapspec-edge profile` has measured, for a context of `expected_tokens` (prompt and answer;
@@ -405,6 +416,7 @@ class Engine(Closing):
         arguments.text("kv_type", kv_type)
         arguments.text("flash_attn", flash_attn)
         arguments.path_or_none("template", template)
+        arguments.flag("lookup", lookup)
         arguments.flag("needs_template", needs_template)
         arguments.callable_or_none("progress", progress)
         if not isinstance(config, Config):
@@ -483,6 +495,7 @@ class Engine(Closing):
                         kv_type=fallback_kv_type if best is None else best.kv_type,
                         flash_attn=flash_attn if best is None else best.flash_attn,
                         max_verify_tokens=max_verify_tokens,
+                        short_head=config.short_head,
                     )
                 )
                 engine = cls(
@@ -496,6 +509,7 @@ class Engine(Closing):
                     policy=policy,
                     draft_model=draft_model,
                     exact=exact,
+                    lookup=lookup,
                     expected_tokens=expected_tokens,
                 )
                 engine.device = native.describe_device(backend)
@@ -654,11 +668,11 @@ class Engine(Closing):
     def set_speculation(
         self, spec: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> Speculation:
-        """Choose "auto", "on", "off" or a plan file for the answers to come.
+        """Choose "auto", "on", "lookup", "off" or a plan file for the answers to come.
 
-        Measures this machine on first use (seconds; kept on disk). Raises PlanError where "on" or a
-        plan file cannot be honoured; then what held before still holds. UsageError, Interrupted,
-        BusyError and ClosedError besides.
+        Measures this machine on first use (seconds; kept on disk). Raises PlanError where "on",
+        "lookup" or a plan file cannot be honoured; then what held before still holds. UsageError,
+        Interrupted, BusyError and ClosedError besides.
         """
         arguments.callable_or_none("progress", progress)
         return self._set_speculation(spec, progress)
@@ -684,9 +698,17 @@ class Engine(Closing):
     ) -> Policy:
         """What decides round by round: a plan file holds for all rounds, the planner adapts."""
         planned = self.policy_name == policies.DEFAULT
-        if spec not in ("auto", "on") or (planned and self._book is None):
+        if spec == "lookup" or (spec == "auto" and planned and self._book is None):
+            return (
+                self._create_policy(policies.LOOKUP, progress)
+                if chosen.lookup
+                else FixedPolicy(None)
+            )
+        if spec not in ("auto", "on"):
             return FixedPolicy(chosen.draft)
-        return self._create_policy(self.policy_name, progress, forced=spec == "on")
+        # all but the planner as it is are always on
+        forced = spec == "on" or not planned
+        return self._create_policy(self.policy_name, progress, forced=forced)
 
     @property
     def costs(self) -> Costs | None:
@@ -721,6 +743,7 @@ class Engine(Closing):
             self.backend,
             self.config,
             forced=forced,
+            lookup=self.lookup,
             model_key=self._model_key(),
             store=self._store(),
             vocabulary=self.vocabulary,
@@ -750,6 +773,16 @@ class Engine(Closing):
                 drift=drift,
                 best=decision.draft,
             )
+        if "verification" in needs:
+            from .latency.drift import DriftTracker
+
+            costs = self._verification_costs(progress)
+            if apart or self._drift is None:
+                drift = DriftTracker(costs, self.config)
+                self._drift = self._drift if apart else drift
+            else:
+                drift = self._drift
+            setting = replace(setting, costs=costs, drift=drift)
         if "calibration" in needs:
             tokens = calibration_tokens(self.vocabulary, self._template)
             setting = replace(setting, calibration=tokens)
@@ -776,7 +809,11 @@ class Engine(Closing):
     ) -> Speculation:
         if spec == "off":
             return Speculation("off", "--spec off", "none")
-        if self.exact == EXACTNESS[1] and self.backend.refusal is None:
+        if spec == "lookup" and self.policy_name != policies.DEFAULT:
+            raise UsageError(
+                f"--spec lookup and --policy {self.policy_name} do not go together; leave one away"
+            )
+        if self.exact == EXACTNESS[1] and self.backend.cut_refusal is None:
             found = self._examine(progress)
             if not found.holds:
                 if spec == "auto" and self.policy_name == policies.DEFAULT:
@@ -786,7 +823,9 @@ class Engine(Closing):
                     "--exact default"
                 )
         if spec in ("auto", "on") and self.policy_name != policies.DEFAULT:
-            chosen = self._choose_always(progress)
+            chosen = self._choose_always(self.policy_name, progress)
+        elif spec == "lookup":
+            chosen = self._choose_always(policies.LOOKUP, progress, option="--spec lookup")
         elif spec in ("auto", "on"):
             decision = self._decide(progress)
             if spec == "on":
@@ -806,10 +845,14 @@ class Engine(Closing):
                 baseline_per_second=decision.baseline_per_second,
                 predicted_ratio=decision.predicted_ratio,
                 guarded=state == "on" and spec == "auto",
+                lookup=self.lookup and self.backend.cut_refusal is None,
             )
+            if chosen.lookup and self._book is None:
+                chosen = self._with_lookup_alone(chosen, progress)
         else:
             chosen = Speculation("on", f"plan file {spec}", "file", self._load_plan(expanded(spec)))
-        if chosen.state == "on":
+        # lookups alone begin at once: they do not wait for a comparison
+        if chosen.state == "on" and (chosen.policy != policies.LOOKUP or self._exactness):
             found = self._examine(progress)
             compared = self._longest_draft(chosen) < found.tokens
             chosen = replace(chosen, bit_exact=found.holds and compared)
@@ -832,23 +875,67 @@ class Engine(Closing):
 
     def _longest_draft(self, chosen: Speculation) -> int:
         """Tokens of a draft at most."""
-        if chosen.draft is not None:
+        if chosen.draft is not None and not chosen.lookup:
             return chosen.draft.max_tokens
-        bound = policies.describe(self.policy_name).longest_draft
+        bound = policies.describe(chosen.policy).longest_draft
         return 0 if bound is None else int(getattr(self.config, bound))
 
-    def _choose_always(self, progress: Progress | None) -> Speculation:
-        """A policy that is compared with: it decides nothing before it runs."""
-        name = self.policy_name
+    def _choose_always(
+        self, name: str, progress: Progress | None, *, option: str | None = None
+    ) -> Speculation:
+        """A policy that decides nothing before it runs. `option`: how it was asked for."""
         described = policies.describe(name)
+        option = option or f"--policy {name}"
         if described.longest_draft is None:
-            return Speculation("off", f"--policy {name}", "none")
-        if self.backend.refusal is not None:
-            raise PlanError(f"--policy {name} cannot be honoured: {self.backend.refusal}")
-        baseline = None
+            return Speculation("off", option, "none")
+        refusal = self.backend.cut_refusal if described.proposes else self.backend.refusal
+        if refusal is not None:
+            raise PlanError(f"{option} cannot be honoured: {refusal}")
+        baseline, reason = None, f"{option}: always on"
         if "costs" in described.needs:
             baseline = self._decide(progress).baseline_per_second
-        return Speculation("on", f"--policy {name}: always on", name, baseline_per_second=baseline)
+        looks_up = name == policies.LOOKUP
+        if looks_up:
+            costs = self._verification_costs(progress)
+            baseline = 1000.0 / costs.step_ms(min(self._expected_tokens, self.n_ctx))
+            reason = f"{option}: what repeats the text is proposed where that pays"
+        return Speculation(
+            "on", reason, name, baseline_per_second=baseline, guarded=looks_up, lookup=looks_up
+        )
+
+    def _with_lookup_alone(self, chosen: Speculation, progress: Progress | None) -> Speculation:
+        """Auto, without a measurement of plans."""
+        try:
+            self._verification_costs(progress)
+        except Interrupted:
+            raise
+        except KnapspecError:
+            return replace(chosen, lookup=False)
+        return chosen
+
+    def _verification_costs(self, progress: Progress | None) -> Costs:
+        """What passes over several tokens cost: of the planner's measurement, or measured alone."""
+        if self._book is not None:
+            return self._book.costs
+        if self._curve is None:
+            from .latency.verification import verification_costs
+
+            def measured(share: float) -> None:
+                if progress is not None:
+                    progress("measure", share)
+
+            with self.interruptible():
+                self._curve = verification_costs(
+                    self.backend,
+                    self._model_key(),
+                    calibration_tokens(self.vocabulary, self._template),
+                    self.config,
+                    self._store(),
+                    prepare=self.session.reset,
+                    progress=measured,
+                    clock=self._clock,
+                )
+        return self._curve
 
     def _decide(self, progress: Progress | None) -> Decision:
         if self._decision is None:
@@ -913,7 +1000,7 @@ class Engine(Closing):
         key = kept.latency_key(self.backend, self._model_key())
         kept.save_latency(self._store(), key, profile)
         self._keep_learned()
-        self._decision = self._drift = self._book = None
+        self._decision = self._drift = self._book = self._curve = None
         self._drifted = False
         if not isinstance(self._policy, FixedPolicy):
             # it decided by the costs that were measured before
@@ -1314,12 +1401,10 @@ def _settings(settings: Settings | None) -> Settings:
 
 
 def _check_spec(spec: str | os.PathLike[str]) -> None:
-    if isinstance(spec, str) and spec in ("auto", "on", "off"):
+    if isinstance(spec, str) and spec in SPECS:
         return
     if not isinstance(spec, str | os.PathLike):
-        raise UsageError(
-            f"spec is {arguments.shown(spec)}; give auto, on, off, or the path of a plan file"
-        )
+        raise UsageError(f"spec is {arguments.shown(spec)}; give {_SPECS}")
     try:
         is_file = expanded(spec).is_file()
     # too long, a zero byte, a folder that may not be read, an __fspath__ that gives no text
@@ -1327,7 +1412,7 @@ def _check_spec(spec: str | os.PathLike[str]) -> None:
         is_file = False
     if not is_file:
         given = arguments.cut(str(spec))
-        raise UsageError(f"--spec {given}: give auto, on, off, or the path of a plan file")
+        raise UsageError(f"--spec {given}: give {_SPECS}")
 
 
 def _load_progress(progress: Progress) -> Callable[[float], bool]:

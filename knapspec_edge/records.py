@@ -92,22 +92,30 @@ class Traits:
 
 @dataclass(frozen=True)
 class Plan:
-    """One mode per sublayer, in execution order. All-full is the target network itself."""
+    """One mode per sublayer, in execution order, and how much of the head is multiplied. All-full
+    is the target network itself."""
 
     modes: tuple[Mode, ...]
+    # rows of the head; the tokens of all others cannot be picked. 0: all rows
+    head_rows: int = 0
 
     @classmethod
     def full(cls, n_sublayers: int) -> Plan:
         return cls((FULL,) * n_sublayers)
 
     @classmethod
-    def skipping(cls, n_sublayers: int, skipped: frozenset[int] | set[int] | list[int]) -> Plan:
+    def skipping(
+        cls,
+        n_sublayers: int,
+        skipped: frozenset[int] | set[int] | list[int],
+        head_rows: int = 0,
+    ) -> Plan:
         """The plan that skips the sublayers with these indices and keeps all others."""
         chosen = set(skipped)
         outside = sorted(i for i in chosen if not 0 <= i < n_sublayers)
         if outside:
             raise ValueError(f"sublayer index {outside[0]} is outside 0..{n_sublayers - 1}")
-        return cls(tuple(SKIP if i in chosen else FULL for i in range(n_sublayers)))
+        return cls(tuple(SKIP if i in chosen else FULL for i in range(n_sublayers)), head_rows)
 
     @property
     def skipped(self) -> tuple[int, ...]:
@@ -119,7 +127,7 @@ class Plan:
 
     @property
     def is_full(self) -> bool:
-        return all(m.kind is ModeKind.FULL for m in self.modes)
+        return not self.head_rows and all(m.kind is ModeKind.FULL for m in self.modes)
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,8 @@ class RoundTimes:
     right: tuple[bool, ...] = ()
     tokens: int = 1  # emitted
     elapsed_ms: float = 0.0  # of the whole round
+    # the drafted tokens are the policy's own (decode.policy.Proposer): no plan was run for them
+    proposed: bool = False
 
     @property
     def width(self) -> int:
@@ -257,7 +267,8 @@ class Stats:
     ``completion_tokens == draft_n_accepted + rounds + 1 - cut_n``.
     Lengths and places count the same drafted tokens: the sum of k times accepted_lengths[k], and
     the sum of accepted_at, are `draft_n_accepted`; accepted_at[i] is the number of rounds that
-    accepted more than i.
+    accepted more than i. `proposed_n` and `proposed_n_accepted` are parts of `draft_n` and
+    `draft_n_accepted`; the rest was drafted under a plan.
     """
 
     prompt_tokens: int = 0
@@ -266,6 +277,9 @@ class Stats:
     rounds: int = 0
     draft_n: int = 0
     draft_n_accepted: int = 0
+    # of these, tokens that the policy proposed, without running a part of the target for them
+    proposed_n: int = 0
+    proposed_n_accepted: int = 0
     target_n: int = 0
     cut_n: int = 0
     prompt_ms: float = 0.0

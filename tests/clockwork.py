@@ -184,6 +184,7 @@ class Clockwork:
     kept_graphs: int = 6
     n_vocab: int = 100
     refusal: str | None = None
+    cut_refusal: str | None = None
     settings: dict[str, Any] = field(default_factory=lambda: {"threads": 2})
     now_ms: float = 0.0
     n_past: int = 0
@@ -193,6 +194,10 @@ class Clockwork:
     @property
     def sublayers(self) -> tuple[SubLayer, ...]:
         return self.truth.sublayers
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def traits(self) -> tuple[Traits, ...]:

@@ -85,6 +85,7 @@ class ToyModel:
     # chance that leaving out sublayer i changes a pick; independent from item to item
     harm: dict[int, float] = field(default_factory=dict)
     default_harm: float = 0.05
+    head_sizes: tuple[int, ...] = ()
 
     def logits(self, tokens: Sequence[int], plan: Plan | None) -> NDArray[np.float32]:
         """Logits f32 [n_vocab] for the token after `tokens`."""
@@ -96,6 +97,8 @@ class ToyModel:
                 values[t] = -5.0
             if position == self.end_at:
                 values[min(self.end_tokens)] = 20.0
+        if plan is not None and plan.head_rows:
+            values[plan.head_rows :] = [-np.inf] * (len(values) - plan.head_rows)
         if plan is not None:
             for i, mode in enumerate(plan.modes):
                 if mode.kind is ModeKind.FULL:
@@ -158,8 +161,12 @@ class Costs:
     mlp_ms: float = 0.7
     per_token: float = 0.1
 
+    n_vocab: int = 0  # that the head's time is for; only needed with short heads
+
     def step_ms(self, sublayers: Sequence[SubLayer], n_past: int, plan: Plan | None) -> float:
         total = self.fixed_ms + self.head_ms
+        if plan is not None and plan.head_rows:
+            total -= self.head_ms * (1.0 - plan.head_rows / self.n_vocab)
         for i, sublayer in enumerate(sublayers):
             mode = FULL if plan is None else plan.modes[i]
             if mode.kind is ModeKind.SKIP:
@@ -220,7 +227,7 @@ class FakeBackend:
         self.max_verify_tokens = max_verify_tokens
         self.sublayers = () if refusal else sublayers_of(n_layer, parallel=parallel)
         self.traits = traits_of(self.sublayers, n_ctx, can_window=can_window)
-        self.refusal = refusal
+        self.refusal = self.cut_refusal = refusal
         self.costs = costs or Costs()
         self.can_cut = can_cut
         self.slice_tokens = slice_tokens
@@ -278,6 +285,23 @@ class FakeBackend:
     @property
     def n_past(self) -> int:
         return len(self._tokens)
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        return self.model.head_sizes
+
+    def suggest_head(self, tokens: Sequence[int]) -> None:
+        self.suggested = tuple(tokens)
+
+    def prepare_head(self, n_rows: int) -> None:
+        assert n_rows <= self.n_vocab
+
+    def lacked(
+        self, tokens: Sequence[int], position: int, plan: Plan | None = None
+    ) -> NDArray[np.bool_]:
+        """A short head of the toy has the lower token ids, whatever the text."""
+        rows = plan.head_rows if plan is not None and plan.head_rows else self.n_vocab
+        return np.array([t >= rows for t in tokens], dtype=np.bool_)
 
     def is_end(self, token: int) -> bool:
         return token in self.model.end_tokens

@@ -5,9 +5,8 @@ from __future__ import annotations
 from knapspec_edge.records import Stats
 
 
-def check_stats(stats: Stats, *, proposed: bool = False) -> None:
-    """All of the identity that the docstring of Stats states. `proposed`: the policy may have
-    proposed tokens itself, which are drafted under no plan."""
+def check_stats(stats: Stats) -> None:
+    """All of the identity that the docstring of Stats states."""
     drafting = sum(stats.accepted_lengths.values())
     # tokens
     assert stats.completion_tokens == stats.draft_n_accepted + stats.target_n - stats.cut_n
@@ -20,7 +19,11 @@ def check_stats(stats: Stats, *, proposed: bool = False) -> None:
     assert drafting <= min(stats.rounds, stats.draft_n)
     assert sum(k * n for k, n in stats.accepted_lengths.items()) == stats.draft_n_accepted
     assert (stats.draft_n > 0) == (drafting > 0)
-    assert stats.latest_draft is not None or not stats.draft_n or proposed
+    assert 0 <= stats.proposed_n_accepted <= stats.proposed_n <= stats.draft_n
+    assert stats.proposed_n_accepted <= stats.draft_n_accepted
+    # what was not proposed was drafted under a plan
+    assert stats.draft_n_accepted - stats.proposed_n_accepted <= stats.draft_n - stats.proposed_n
+    assert stats.latest_draft is not None or stats.draft_n == stats.proposed_n
     # places
     assert len(stats.tried_at) == len(stats.accepted_at)
     assert sum(stats.tried_at) <= stats.draft_n

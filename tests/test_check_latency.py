@@ -62,6 +62,7 @@ class TimedBackend:
         self.max_verify_tokens = 32
         self.sublayers = sublayers_of(4)
         self.traits = ()
+        self.head_sizes = ()
         self.refusal = None
         self.truth = Truth()
         self.now_ms = 0.0

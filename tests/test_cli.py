@@ -318,7 +318,7 @@ def test_options_reach_the_engine_and_so_does_the_environment(
     invoke(
         "run", "hello", "--ctx", "99", "--threads", "3", "--gpu-layers", "7",
         "--kv-type", "q8_0", "--flash-attn", "on", "--template", "chatml",
-        "--policy", "draft-model", "--draft-model", "small.gguf",
+        "--policy", "draft-model", "--draft-model", "small.gguf", "--no-lookup",
     )  # fmt: skip
     expected = {
         "ctx": 99,
@@ -330,6 +330,7 @@ def test_options_reach_the_engine_and_so_does_the_environment(
         "policy": "draft-model",
         "draft_model": "small.gguf",
         "exact": "default",
+        "lookup": False,
         "template": "chatml",
         "needs_template": False,
         "expected_tokens": 1 + 256,  # of the prompt, and of an answer that nobody limits
@@ -929,7 +930,7 @@ def test_any_number_of_gpu_layers_above_those_there_are_means_all(opened: Opened
 
 @pytest.mark.parametrize("name", ["a" * 5000, "", "/dev/null", "a\0b"])
 def test_a_plan_file_that_cannot_be_one_is_a_usage_error(name: str) -> None:
-    with pytest.raises(UsageError, match="give auto, on, off, or the path of a plan file"):
+    with pytest.raises(UsageError, match="give auto, on, lookup, off, or the path of a plan file"):
         scripted_engine().set_speculation(name)
 
 

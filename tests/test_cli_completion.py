@@ -33,7 +33,7 @@ def test_models_files_and_choices() -> None:
     assert offered("run", "model.gguf", "") == []
     assert ("file", "") in offered("summarize", "model.gguf", "")
     assert plain("run", "--kv-type", "q8") == ["q8_0"]
-    assert plain("run", "--spec", "") == ["auto", "on", "off"]
+    assert plain("run", "--spec", "") == ["auto", "on", "lookup", "off"]
     assert ("file", "p") in offered("run", "--spec", "p")
     assert offered("run", "-f", "x") == [("file", "x")]
     assert offered("bench", "--unpatched", "x") == [("dir", "x")]

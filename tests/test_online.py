@@ -468,6 +468,34 @@ class TestCostOfPlanning:
         assert bench.planner.plan_ms <= share_ms + one_pass_ms + (entered + 1) * looked_ms
         assert plan_ms <= bench.planner.plan_ms + 1e-6
 
+    def test_no_round_waits_for_more_than_a_few_estimates(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where a bucket is entered, and all of its plans would have to be estimated."""
+        bench = Bench(turns=[(0, 0.08)])
+        estimate, made = PlanBook._estimate, 0
+
+        def slow(*args: Any) -> Any:
+            nonlocal made
+            made += 1
+            bench.backend.now_ms += 6.0
+            return estimate(*args)
+
+        monkeypatch.setattr(PlanBook, "_estimate", slow)
+        spare, longest = OnlinePlanner.spare, 0.0
+
+        def timed(self: OnlinePlanner, *args: Any) -> None:
+            nonlocal longest
+            before, saved_ms, calls = made, max(0.0, self._saved_ms), len(bench.backend.log)
+            spare(self, *args)
+            if len(bench.backend.log) == calls:  # judging nothing
+                longest = max(longest, 6.0 * (made - before) - saved_ms)
+
+        monkeypatch.setattr(OnlinePlanner, "spare", timed)
+        bench.answer(1500)
+        assert made > 12  # in the end all of them
+        assert 6.0 <= longest <= 4 * 6.0
+
     def test_a_very_slow_model_is_judged_too(self) -> None:
         """One pass of the shortest window takes longer than the seconds that may be saved up."""
         slow = Costs(*(100 * x for x in (0.2, 0.3, 1.0, 0.2, 1.0)), per_token=0.1)
@@ -669,7 +697,9 @@ def new_engine(
 ) -> Engine:
     """Measured with `harm`; answers then go by `turns`. Its tokens are bytes of text."""
     backend = toy(costs, harm, **options)
-    engine = Engine(FakeVocabulary(), backend, clock=backend.clock)  # type: ignore[arg-type]
+    # plans alone: this toy's text repeats itself (test_lookup_first is about that)
+    vocabulary: Any = FakeVocabulary()
+    engine = Engine(vocabulary, backend, lookup=False, clock=backend.clock)
     engine.set_speculation(spec)
     engine.backend.model.turns = list(turns)  # type: ignore[attr-defined]
     return engine

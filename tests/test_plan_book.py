@@ -19,7 +19,7 @@ from knapspec_edge.config import Config
 from knapspec_edge.latency.drift import Correction
 from knapspec_edge.latency.rounds import RoundTiming
 from knapspec_edge.latency.store import INVALID, Store
-from knapspec_edge.records import Plan
+from knapspec_edge.records import Mode, ModeKind, Plan
 from knapspec_edge.search import plan_book, planner
 from knapspec_edge.search.acceptance import Judgement
 from knapspec_edge.search.buckets import bucket_of, context_of
@@ -387,6 +387,27 @@ class TestOnDisk:
         other = new_book(measured, replace(CONFIG, bucket_first_tokens=100))
         other.read(book.to_json())
         assert other.judgement(0, DEEP) is None
+
+    def test_windows_and_short_heads_are_kept(self, measured: Measured, book: PlanBook) -> None:
+        windowed = Plan((Mode(ModeKind.WINDOW, 4, 64), *SHALLOW.modes[1:]))
+        for plan in (windowed, SHALLOW, replace(SHALLOW, head_rows=0)):
+            book.add(0, judged(plan, 0.9))
+        again = new_book(measured)
+        again.read(json.loads(json.dumps(book.to_json())))
+        for plan in (windowed, SHALLOW):
+            assert again.judgement(0, plan) == book.judgement(0, plan)
+
+    def test_a_head_that_costs_nothing_known_is_left_out(
+        self, measured: Measured, book: PlanBook
+    ) -> None:
+        """It was kept on another machine, or short heads have been switched off since."""
+        short = replace(SHALLOW, head_rows=40)
+        book.add(0, judged(short, 0.9))
+        content = json.loads(json.dumps(book.to_json()))
+        assert content["buckets"][0]["judged"][0]["skipped"]["head"] == [40]
+        again = new_book(measured)
+        again.read(content)
+        assert again.judgement(0, short) is None
 
     def content(self, measured: Measured) -> dict[str, Any]:
         book = new_book(measured)

@@ -20,7 +20,7 @@ from knapspec_edge import policies
 from knapspec_edge.apps.summary import answer_json
 from knapspec_edge.cli import cli
 from knapspec_edge.config import DEFAULTS
-from knapspec_edge.decode.policy import FixedPolicy, Guess, Policy, Proposer
+from knapspec_edge.decode.policy import FixedPolicy, Guess, Policy
 from knapspec_edge.decode.session import Session
 from knapspec_edge.engine import Engine
 from knapspec_edge.errors import (
@@ -108,7 +108,7 @@ def read(bench: Bench, policy: Policy, n: int, sampling: Sampling) -> Stats:
     tokens = []
     for event in generation:
         tokens.append(event.token)
-        check_stats(generation.stats, proposed=isinstance(policy, Proposer))
+        check_stats(generation.stats)
     bench.backend.check_ledger()
     assert tokens == naive.plain(bench.model, PROMPT, n, sampling)[0]
     assert bench.session.ids == (*PROMPT, *tokens[:-1])
@@ -252,7 +252,7 @@ def proposing(
     policy = Scripted(iter(proposals))
     generation = session.generate(PROMPT, max_tokens=n, policy=policy)
     tokens = [event.token for event in generation]
-    check_stats(generation.stats, proposed=True)
+    check_stats(generation.stats)
     backend.check_ledger()
     return policy, generation.stats, tokens, backend
 
@@ -429,7 +429,7 @@ def test_plain_as_a_policy_drafts_nothing() -> None:
 
 def test_an_engine_gives_any_policy_for_a_comparison() -> None:
     with engine("knapspec") as opened:
-        for name in ("plain", "clasp", "lookup", "random", "knapspec"):
+        for name in ("plain", "clasp", "lookup", "random", "knapspec", "knapspec-masks"):
             policy = opened.create_policy(name, forced=True)
             tokens = opened.require_template().apply(QUESTION).tokens
             generation = opened.session.generate(tokens, policy=policy)
@@ -447,7 +447,7 @@ def test_policies_of_a_comparison_learn_apart() -> None:
         opened.set_speculation("on")
         assert opened.costs is not None
         kept = opened._book
-        one, other = (opened.create_policy("knapspec", forced=True) for _ in range(2))
+        one, other = (opened.create_policy("knapspec-masks", forced=True) for _ in range(2))
         books = [one._book, other._book, kept]  # type: ignore[attr-defined]
         assert len({id(book) for book in books}) == 3
         tokens = opened.require_template().apply(QUESTION).tokens

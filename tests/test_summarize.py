@@ -436,7 +436,7 @@ def test_plans_are_estimated_for_prompts_as_long_as_expected(
     asked: list[int] = []
     monkeypatch.setattr(OnlinePlanner, "prepare", lambda self, n: asked.append(n))
     first = open_engine(Scribe(), 2048)
-    engine = Engine(first.vocabulary, first.backend, expected_tokens=expected)
+    engine = Engine(first.vocabulary, first.backend, expected_tokens=expected, lookup=False)
     engine.set_speculation("auto")
     assert asked == [prepared]
     policy = engine.policy

@@ -450,7 +450,7 @@ def test_plan_file_is_used_or_refused(tmp_path: Path) -> None:
         engine.set_speculation(other)
     assert engine.speculation.policy == "file"
     for wrong in ("maybe", str(tmp_path / "missing.json")):
-        with pytest.raises(UsageError, match="auto, on, off"):
+        with pytest.raises(UsageError, match="auto, on, lookup, off"):
             engine.set_speculation(wrong)
     with pytest.raises(KnapspecError):
         scripted_engine(refusal="no").set_speculation(good)

@@ -286,6 +286,7 @@ class _Run:
                     kv_type=kv_type,
                     flash_attn=flash_attn,
                     max_verify_tokens=self.config.max_verify_tokens,
+                    short_head=self.config.short_head,
                 )
             )
             if backend.refusal is not None:

@@ -304,7 +304,8 @@ def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
     columns += [f"{group.name}\nms each" for group in groups]
     windows = [(g, m) for g in groups for m in costs.window_modes if _windowed(costs, g, m)]
     columns += [f"{g.name}\n{_width(m)}, ms" for g, m in windows]
-    columns += ["head\nms", "rest\nms"]
+    columns += ["head\nms", *(f"{n:,} rows\nof it, ms" for n in costs.short_heads), "rest\nms"]
+    heads_ms = [max(0.0, costs.head_ms() - costs.head_saving_ms(n)) for n in costs.short_heads]
     mixers = [k for k in (Kind.ATTENTION, Kind.BLOCK) if any(g.kind is k for g in groups)]
     if mixers:
         columns.append(f"{mixers[0].value}\nshare")
@@ -314,7 +315,7 @@ def _cost_table(costs: Costs, groups: Sequence[Group]) -> Table:
         row = [f"{context:,}", sig(step_ms), sig(1000.0 / step_ms)]
         row += [sig(group.ms(context)) for group in groups]
         row += [_windowed(costs, g, m).get(context, "") for g, m in windows]
-        row += [sig(costs.head_ms()), sig(costs.rest_ms(context))]
+        row += [sig(ms) for ms in (costs.head_ms(), *heads_ms, costs.rest_ms(context))]
         if mixers:
             row.append(f"{100.0 * costs.share([mixers[0].value], context):.0f} %")
         rows.append(tuple(row))
@@ -633,6 +634,7 @@ def _setting_json(result: SettingResult) -> dict[str, Any]:
                 "step_ms": costs.step_ms(c),
                 "tokens_per_second": 1000.0 / costs.step_ms(c),
                 "head_ms": costs.head_ms(),
+                "short_heads_saved_ms": {n: costs.head_saving_ms(n) for n in costs.short_heads},
                 "fixed_ms": costs.fixed_ms(c),
                 "rest_ms": costs.rest_ms(c),
                 "shares": {kind: costs.share([kind], c) for kind in kinds},
@@ -664,6 +666,7 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "windowed": list(sample.windowed),
         "window": None if sample.window is None else str(sample.window),
         "head": sample.head,
+        "head_rows": sample.head_rows,
         **asdict(sample.timing),
     }
 

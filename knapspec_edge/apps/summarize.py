@@ -62,6 +62,7 @@ class Tally:
     plan_ms: float = 0.0
     draft_n: int = 0
     draft_n_accepted: int = 0
+    proposed_n_accepted: int = 0
     speculation: Speculation | None = None  # of the latest answer, first of those that drafted
     notices: list[str] = field(default_factory=list)
 
@@ -79,6 +80,7 @@ class Tally:
             "plan_ms",
             "draft_n",
             "draft_n_accepted",
+            "proposed_n_accepted",
         ):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         if self.speculation is None or stats.draft_n or self.speculation.state == "off":
@@ -172,6 +174,7 @@ def record(
             "bit_exact": speculation.bit_exact,
             "drafted": tally.draft_n,
             "accepted": tally.draft_n_accepted,
+            "looked_up": tally.proposed_n_accepted,  # of the accepted
         },
         "seed": seed,
         "notes": [*document.notes, *tally.notices, *([cut] if cut else [])],

@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..closing import Closing
-from ..config import DEFAULTS, Config
+from ..config import DEFAULTS, SPECS, Config
 from ..errors import ClusterError, KnapspecError, UsageError
 from ..models.locate import looks_like_path
 from ..text.documents import Document
@@ -43,7 +43,7 @@ Warn = Callable[[str], None]
 _LOCAL = re.compile(r"local:([0-9]+)")
 _MAX_LOCAL = 64
 # Options of Engine.open that may name a file, and their values that do not.
-_FILE_OPTIONS = {"spec": ("auto", "on", "off"), "template": ()}
+_FILE_OPTIONS = {"spec": SPECS, "template": ()}
 _MAX_FILE_BYTES = 1 << 24
 # What speaks on standard error while a connection is lost, in tracebacks.
 _LOUD = ("distributed", "tornado.application", "asyncio")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import policies
 from ..decode.stats import acceptance_by_place, timings
 from ..engine import Answer
 from ..records import Draft, SubLayer, TokenEvent
@@ -29,7 +30,9 @@ def statistics_line(answer: Answer) -> str:
     parts.append(prompt)
     if stats.draft_n:
         share = 100.0 * stats.draft_n_accepted / stats.draft_n
-        parts.append(f"drafted {stats.draft_n}, accepted {stats.draft_n_accepted} ({share:.0f} %)")
+        found = f", {_looked_up(answer)} looked up" if _looked_up(answer) else ""
+        accepted = f"accepted {stats.draft_n_accepted} ({share:.0f} %{found})"
+        parts.append(f"drafted {stats.draft_n}, {accepted}")
         if stats.speculation_stopped:
             parts.append(stats.speculation_stopped)
     elif answer.speculation.state == "on":
@@ -41,6 +44,12 @@ def statistics_line(answer: Answer) -> str:
     if answer.sampling.temperature > 0.0:
         parts.append(f"seed {answer.sampling.seed}")
     return " · ".join(parts)
+
+
+def _looked_up(answer: Answer) -> int:
+    """Tokens of the answer that stood in the text before and were proposed."""
+    by_model = "draft model" in policies.needs_of(answer.speculation.policy)
+    return 0 if by_model else answer.stats.proposed_n_accepted
 
 
 def statistics_table(answer: Answer) -> list[tuple[str, str]]:
@@ -58,10 +67,13 @@ def statistics_table(answer: Answer) -> list[tuple[str, str]]:
         ("speculation", str(spec)),
     ]
     if stats.draft_n:
+        proposed = f"{stats.proposed_n}, accepted {stats.proposed_n_accepted}"
+        proposals = [("looked up", proposed)] if _looked_up(answer) else []
         rows += [
             ("drafted", str(stats.draft_n)),
             ("accepted", f"{stats.draft_n_accepted} ({100 * (stats.acceptance or 0):.0f} %)"),
             ("rounds", str(stats.rounds)),
+            *proposals,
             ("draft time", f"{stats.draft_ms:.0f} ms"),
             ("verify time", f"{stats.verify_ms:.0f} ms"),
             ("overhead", f"{stats.overhead_ms:.0f} ms"),
@@ -121,6 +133,7 @@ def answer_json(answer: Answer, sublayers: tuple[SubLayer, ...]) -> dict[str, An
             "policy": spec.policy,
             "plan": None if spec.draft is None else plan_json(spec.draft, sublayers),
             "predicted_ratio": spec.predicted_ratio,
+            "lookup": spec.lookup,
             "bit_exact": spec.bit_exact,
             "drift": stats.drift,
         },
@@ -161,6 +174,7 @@ def plan_json(draft: Draft, sublayers: tuple[SubLayer, ...]) -> dict[str, Any]:
     return {
         "reduced": {str(sub): str(mode) for sub, mode in modes if str(mode) != "full"},
         "n_sublayers": len(draft.plan.modes),
+        "head_rows": draft.plan.head_rows,
         "draft_max_tokens": draft.max_tokens,
         "draft_min_probability": draft.min_probability,
     }

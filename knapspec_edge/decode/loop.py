@@ -186,6 +186,7 @@ class Loop:
         draft_ms, verify_ms = stats.draft_ms, stats.verify_ms
         most = self._most_drafted(left)
         drafted, confidences = self.propose(most)
+        proposed = bool(drafted)
         draft = None if drafted else self.policy.draft(self._kept)
         if draft is not None and (n_draft := min(draft.max_tokens, most)) > 0:
             drafted, confidences = self.draft(last, draft.plan, n_draft)
@@ -219,7 +220,7 @@ class Loop:
         stats.target_n += 1
         stats.cut_n = len(picks)
         if n_drafted:
-            self._count_draft(n_drafted, len(drafted), accepted)
+            self._count_draft(n_drafted, len(drafted), accepted, proposed=proposed)
         # Everything verified is the target's work and stays valid until here: cut once, if at all.
         if drafted:
             rewind(backend, self._kept + len(shown))
@@ -234,6 +235,7 @@ class Loop:
             right=right,
             tokens=len(picks),
             elapsed_ms=1000.0 * (self.clock() - started),
+            proposed=proposed,
         )
         self.policy.observe(times)
         stats.speculation_stopped = self.policy.stopped
@@ -251,10 +253,13 @@ class Loop:
         positions = backend.n_ctx - backend.n_past
         return max(0, min(left - 1, positions - 1, backend.max_verify_tokens - 1))
 
-    def _count_draft(self, drafted: int, verified: int, accepted: int) -> None:
+    def _count_draft(self, drafted: int, verified: int, accepted: int, *, proposed: bool) -> None:
         stats = self.stats
         stats.draft_n += drafted
         stats.draft_n_accepted += accepted
+        if proposed:
+            stats.proposed_n += drafted
+            stats.proposed_n_accepted += accepted
         stats.accepted_lengths[accepted] = stats.accepted_lengths.get(accepted, 0) + 1
         while len(stats.tried_at) < verified:
             stats.tried_at.append(0)

@@ -133,6 +133,8 @@ class Session:
         self._check(prompt, draft, max_tokens)
         sampling = sampling or Sampling()
         self._backend.check_sampling(sampling)
+        if draft is not None and draft.plan.head_rows:
+            self._backend.prepare_head(draft.plan.head_rows)
         room = self._backend.n_ctx - len(prompt)
         limit = room if max_tokens is None else min(max_tokens, room)
         stats = Stats(prompt_tokens=len(prompt))

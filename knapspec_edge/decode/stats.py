@@ -13,7 +13,9 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
     `prompt_n` counts prompt tokens that were computed, `cache_n` those found in the cache.
     `accepted_lengths` counts rounds with a draft by how many tokens were accepted,
     `acceptance_by_place` is described at the function of that name; both are empty without a draft.
-    `baseline_per_second` (measured plain speed) appears only where it was measured.
+    `proposed_n` of the drafted tokens took no part of the model: looked up in the text, or proposed
+    by a draft model. `baseline_per_second` (measured plain speed) appears only where it was
+    measured.
     """
     computed = max(0, stats.prompt_tokens - stats.cached_tokens)
     result: dict[str, Any] = {
@@ -26,6 +28,8 @@ def timings(stats: Stats, baseline_per_second: float | None = None) -> dict[str,
         "predicted_per_second": round(stats.predicted_per_second, 3),
         "draft_n": stats.draft_n,
         "draft_n_accepted": stats.draft_n_accepted,
+        "proposed_n": stats.proposed_n,
+        "proposed_n_accepted": stats.proposed_n_accepted,
         "rounds": stats.rounds,
         "draft_ms": round(stats.draft_ms, 3),
         "verify_ms": round(stats.verify_ms, 3),

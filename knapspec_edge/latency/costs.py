@@ -72,6 +72,7 @@ class Costs:
         self._fit_step(steps)
         self._fit_classes()
         self._fit_head()
+        self._fit_short_heads()
         self._fit_verification()
         self._fit_wide_classes()
 
@@ -126,6 +127,7 @@ class Costs:
                 counts[key] = counts.get(key, 0) + 1
         for (cls, mode), n in counts.items():
             saved += n * self.saving_ms(self.classes[cls].members[0], context_tokens, mode)
+        step_ms -= self.head_saving_ms(plan.head_rows)
         return max(0.0, step_ms - self._spent(per_class), step_ms - saved)
 
     def verify_ms(self, context_tokens: float, width: int) -> float:
@@ -168,6 +170,19 @@ class Costs:
     def head_ms(self) -> float:
         """Final norm, head and pick, in a step of one token; 0 where it was not measured."""
         return self._head_ms
+
+    @property
+    def short_heads(self) -> tuple[int, ...]:
+        """Rows of the short heads that were measured, ascending."""
+        return tuple(sorted(self._short_heads))
+
+    def head_saving_ms(self, n_rows: int) -> float:
+        """What multiplying so many rows of the head saves of a step; >= 0. Between measured ones
+        linear, beyond them as the nearest; 0 rows stand for the whole head."""
+        known = self.short_heads
+        if not n_rows or not known:
+            return 0.0
+        return float(np.interp(n_rows, known, [self._short_heads[n] for n in known]))
 
     def fixed_ms(self, context_tokens: float) -> float:
         """What is neither a sublayer nor the head: embedding, masks, launching the graph."""
@@ -292,7 +307,7 @@ class Costs:
             samples = [
                 s
                 for s in self.profile.samples
-                if s.context_tokens == context and s.width == 1 and s.head
+                if s.context_tokens == context and s.width == 1 and s.head and not s.head_rows
             ]
             windows = sorted(
                 {(self._class_of[i], s.window) for s in samples for i in s.windowed if s.window},
@@ -384,6 +399,19 @@ class Costs:
             found.append(difference)
         self._head_ms = max(0.0, float(np.median(found))) if found else 0.0
 
+    def _fit_short_heads(self) -> None:
+        """A head costs the same at every context; a shorter one no more."""
+        found: dict[int, list[float]] = {}
+        for s in self.profile.samples:
+            if s.head_rows and s.head and not s.skipped and s.width == 1:
+                saved = self.step_ms(s.context_tokens) - s.timing.median_ms
+                found.setdefault(s.head_rows, []).append(saved)
+        self._short_heads: dict[int, float] = {}
+        most = 0.0
+        for n_rows in sorted(found, reverse=True):
+            most = max(most, float(np.median(found[n_rows])))
+            self._short_heads[n_rows] = most
+
     def _fit_verification(self) -> None:
         """For each width a curve over the time of a plain step.
 
@@ -418,7 +446,7 @@ class Costs:
         """Growth of each kind with the width, against the growth of the whole pass."""
         found: dict[str, dict[int, dict[int, float]]] = {}
         for s in self.profile.samples:
-            if s.width == 1 or not s.skipped or not s.head or s.width not in self._verification:
+            if s.width == 1 or s.is_full or not s.head or s.width not in self._verification:
                 continue
             left_out = {self._class_of[i] for i in s.skipped}
             kinds = {self.classes[c].kind.value for c in left_out}

@@ -32,14 +32,20 @@ _LEAST_MISS = 1e-6
 # Margins of the target's picks that are kept, and that stand for them in sums.
 _KEPT_MARGINS = 512
 _MARGIN_QUANTILES = 32
+_HEAD = "head:"
+
+
+def head_mode(n_rows: int) -> str:
+    """How counts name a short head."""
+    return f"{_HEAD}{n_rows}"
 
 
 @dataclass(frozen=True)
 class ItemCount:
-    """Picks that survived a change of one sublayer, at one context length."""
+    """Picks that survived a change of one sublayer, or of the head, at one context length."""
 
-    index: int
-    mode: str  # what was done to it, see records.Mode: "skip", or a window
+    index: int  # of the sublayer; the head comes behind the last one
+    mode: str  # what was done to it, see records.Mode: "skip", or a window; or head_mode
     context_tokens: int
     agreed: int
     total: int
@@ -198,7 +204,8 @@ class Fidelity:
     ) -> tuple[ItemAgreement, ...]:
         """The same for a window. One that was not counted is believed to lose what the widest
         narrower one does, or without any what config.window_expected_agreement says."""
-        counted = {parse_mode(c.mode) for c in self.counts if c.total}
+        own = (c.mode for c in self.counts if c.total and not c.mode.startswith(_HEAD))
+        counted = {parse_mode(mode) for mode in own}
         narrower = [
             m
             for m in counted
@@ -213,6 +220,32 @@ class Fidelity:
             )
         nearest = max(narrower, key=lambda m: (m.window_tokens, m.sink_tokens))
         return self.agreements(sublayers, mode=nearest)
+
+    def covers_head(self, n_rows: int) -> bool:
+        """Whether the tokens of a short head were counted."""
+        return any(c.mode == head_mode(n_rows) and c.total for c in self.counts)
+
+    def head_agreement(self, n_rows: int) -> tuple[float, int]:
+        """Share of the target's tokens that a head of so many rows had, and of how many."""
+        counts = [c for c in self.counts if c.mode == head_mode(n_rows)]
+        total = sum(c.total for c in counts)
+        return (sum(c.agreed for c in counts) / total if total else 0.0), total
+
+    def head_loss(self, n_rows: int) -> float:
+        """-log of the share to expect elsewhere; 0 for the whole head. Sizes that were not counted
+        are taken for the next smaller one, or lose everything."""
+        if not n_rows:
+            return 0.0
+        known = [c for c in self._head_sizes if c <= n_rows]
+        if not known:
+            return math.inf
+        agreement, total = self.head_agreement(known[-1])
+        return -math.log(expected_agreement(agreement * total, total))
+
+    @property
+    def _head_sizes(self) -> list[int]:
+        sizes = {c.mode.removeprefix(_HEAD) for c in self.counts if c.mode.startswith(_HEAD)}
+        return sorted(int(size) for size in sizes)
 
     def _margin_quantiles(self) -> tuple[float, ...]:
         if len(self.margins) <= _MARGIN_QUANTILES:
@@ -243,8 +276,12 @@ class Fidelity:
             for i, mode, context, agreed, total, sq, shifts in data["counts"]
         )
         for c in counts:
-            parse_mode(c.mode)
-            known = 0 <= c.index < n_sublayers and 0 <= c.context_tokens <= MAX_COUNT
+            head = c.mode.startswith(_HEAD)
+            if not head:
+                parse_mode(c.mode)
+            elif not 0 < int(c.mode.removeprefix(_HEAD)) <= MAX_COUNT:
+                raise ValueError("a head is impossible")
+            known = 0 <= c.index < n_sublayers + head and 0 <= c.context_tokens <= MAX_COUNT
             shifts = 0 <= c.shifts <= c.total and 0.0 <= c.shift_sq < math.inf
             if not (known and shifts and 0 <= c.agreed <= c.total):
                 raise ValueError("a count is impossible")
@@ -296,9 +333,11 @@ class Losses:
         return self._items[mode]
 
     def agreement(self, plan: Plan) -> float:
-        """What single sublayers let expect of a plan: the product over what it changes."""
+        """What single sublayers and the head let expect of a plan: the product over what it
+        changes."""
         changed = [(i, mode) for i, mode in enumerate(plan.modes) if mode != FULL]
-        return math.exp(-sum(self.items(mode)[i].loss for i, mode in changed))
+        loss = sum(self.items(mode)[i].loss for i, mode in changed)
+        return math.exp(-loss - self._fidelity.head_loss(plan.head_rows))
 
 
 @dataclass(frozen=True)
@@ -392,6 +431,20 @@ def measure_fidelity(
         notes=tuple(notes),
         margins=tuple(float(m) for m in margins)[-_KEPT_MARGINS:],
     )
+
+
+def count_heads(backend: Backend, text: Text, sizes: Sequence[int]) -> Fidelity:
+    """How many tokens of the text's window short heads of these sizes had when the text came to
+    them: whatever else a draft leaves out, it picks no other. The window was decoded behind the
+    text's prompt just before. Computes nothing, unless the list of tokens is still to be made."""
+    n, window = len(backend.sublayers), text.window
+    start = len(text.prompt)
+    counts = []
+    for n_rows in sizes:
+        plan = Plan.skipping(n, [], n_rows)
+        had = int((~backend.lacked(window, start, plan)).sum())
+        counts.append(ItemCount(n, head_mode(n_rows), start, had, len(window)))
+    return Fidelity(tuple(counts))
 
 
 def probed_indices(sublayers: Sequence[SubLayer], stride: int, offset: int = 0) -> list[int]:

@@ -16,7 +16,7 @@ from .profile import LatencyProfile
 from .store import INVALID, Store
 
 # Grow when a stored record means something else than before.
-_LATENCY = 2
+_LATENCY = 3
 _FIDELITY = 2
 
 ModelKey = str | Mapping[str, Any]

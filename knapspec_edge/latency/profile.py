@@ -28,11 +28,12 @@ class Sample:
     timing: Timing
     windowed: tuple[int, ...] = ()  # sublayers whose attention had this window
     window: Mode | None = None
+    head_rows: int = 0  # of a short head; 0: the whole one
 
     @property
     def is_full(self) -> bool:
         """Whether nothing was left out."""
-        return not self.skipped and not self.windowed
+        return not self.skipped and not self.windowed and not self.head_rows
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class LatencyProfile:
                 "timing": asdict(s.timing),
                 "windowed": _to_hex(s.windowed),
                 "window": None if s.window is None else str(s.window),
+                "head_rows": s.head_rows,
             }
             for s in self.samples
         ]
@@ -113,14 +115,18 @@ class LatencyProfile:
                 _from_hex(s["skipped"]),
                 bool(s["head"]),
                 _timing(s["timing"]),
-                # profiles of earlier releases have no windows
+                # profiles of earlier releases have neither windows nor short heads
                 _from_hex(s.get("windowed", "0")),
                 None if s.get("window") is None else parse_mode(s["window"]),
+                int(s.get("head_rows", 0)),
             )
             for s in data["samples"]
         )
         if not all(
-            1 <= s.width <= MAX_COUNT and 0 <= s.context_tokens <= MAX_COUNT for s in samples
+            1 <= s.width <= MAX_COUNT
+            and 0 <= s.context_tokens <= MAX_COUNT
+            and 0 <= s.head_rows <= MAX_COUNT
+            for s in samples
         ):
             raise ValueError("a pass of no tokens, or behind an impossible number of them")
         covered = sorted(i for c in classes for i in c.members)
@@ -153,21 +159,25 @@ class LatencyProfile:
 
 def plan_of(sample: Sample, n_sublayers: int) -> Plan | None:
     """The plan a sample was measured under; None is the full model."""
-    return plan_with(n_sublayers, sample.skipped, sample.windowed, sample.window)
+    return plan_with(n_sublayers, sample.skipped, sample.windowed, sample.window, sample.head_rows)
 
 
 def plan_with(
-    n_sublayers: int, skipped: Sequence[int], windowed: Sequence[int], window: Mode | None
+    n_sublayers: int,
+    skipped: Sequence[int],
+    windowed: Sequence[int],
+    window: Mode | None,
+    head_rows: int = 0,
 ) -> Plan | None:
     """The plan that skips some sublayers and has a window on others; None is the full model."""
-    if not skipped and not windowed:
+    if not skipped and not windowed and not head_rows:
         return None
     modes = [FULL] * n_sublayers
     for i in skipped:
         modes[i] = SKIP
     for i in windowed:
         modes[i] = window or FULL
-    return Plan(tuple(modes))
+    return Plan(tuple(modes), head_rows)
 
 
 def _timing(data: Mapping[str, Any]) -> Timing:

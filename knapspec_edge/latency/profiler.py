@@ -81,6 +81,7 @@ class _Task:
     windowed: tuple[int, ...] = ()
     window: Mode | None = None
     head: bool = True
+    head_rows: int = 0  # of a short head
     importance: float = 1.0
     core: bool = False
     plan: Plan | None = None
@@ -340,6 +341,9 @@ class _Profiler:
                 self._add(context, windowed=members, window=mode, importance=weight, core=core)
             if context in ends:
                 self._add(context, head=False, importance=0.5, core=context == grid[0])
+                for n_rows in self._short_heads():
+                    core = context == grid[0]
+                    self._add(context, head_rows=n_rows, importance=weight, core=core)
             if context not in curves:
                 continue
             for width in dict.fromkeys((*_CORE_WIDTHS, *_NARROW[1:], *_WIDE)):
@@ -366,6 +370,9 @@ class _Profiler:
             plans += [p for p in (cls.members, half) if 0 < len(p) < n]
         return plans
 
+    def _short_heads(self) -> tuple[int, ...]:
+        return self.backend.head_sizes if self.config.short_head else ()
+
     def _windows(self, context: int) -> list[tuple[tuple[int, ...], Mode]]:
         """Each class of attention under each window that leaves most of the context out."""
         return [
@@ -384,7 +391,7 @@ class _Profiler:
     def _add(self, context: int, **settings: Any) -> None:
         task = _Task(context, **settings)
         n = len(self.backend.sublayers)
-        task.plan = plan_with(n, task.skipped, task.windowed, task.window)
+        task.plan = plan_with(n, task.skipped, task.windowed, task.window, task.head_rows)
         self._tasks.append(task)
 
     # -- what comes next ---------------------------------------------------------------------------
@@ -623,6 +630,7 @@ class _Profiler:
                     timing,
                     task.windowed,
                     task.window,
+                    task.head_rows,
                 )
             )
         return samples

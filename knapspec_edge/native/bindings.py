@@ -28,6 +28,7 @@ BAD_ARGUMENT = -10
 BAD_LOGITS = -11
 DEAD_END = -12
 COMPLETE = -13
+UNREADABLE = -14
 
 
 class LogitBias(ctypes.Structure):
@@ -143,6 +144,10 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_set_plan": (_i32, [_p, _i32s, _i32, ctypes.POINTER(Window)]),
     # const char * knapspec_window_refusal(struct llama_context * ctx, int32_t i);
     "knapspec_window_refusal": (ctypes.c_char_p, [_p, _i32]),
+    # void knapspec_set_repair(struct llama_context * ctx, int32_t interval);
+    "knapspec_set_repair": (None, [_p, _i32]),
+    # int64_t knapspec_get_repair(struct llama_context * ctx, float * out);
+    "knapspec_get_repair": (ctypes.c_int64, [_p, _f32s]),
     # void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
     "knapspec_keep_graphs": (None, [_p, _i32]),
     # void knapspec_get_graph_stats(struct llama_context * ctx,
@@ -225,6 +230,20 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "knapspec_n_varying_weights": (_i32, [_p]),
     # const char * knapspec_varying_weight(struct llama_context * ctx, int32_t i);
     "knapspec_varying_weight": (ctypes.c_char_p, [_p, _i32]),
+    # const char * knapspec_head_weight(struct llama_context * ctx);
+    "knapspec_head_weight": (ctypes.c_char_p, [_p]),
+    # const char * knapspec_head_refusal(struct llama_context * ctx);
+    "knapspec_head_refusal": (ctypes.c_char_p, [_p]),
+    # int32_t knapspec_head_reserve(struct llama_context * ctx, int32_t n_rows, const char * path);
+    "knapspec_head_reserve": (_i32, [_p, _i32, ctypes.c_char_p]),
+    # int32_t knapspec_head_set(struct llama_context * ctx, const int32_t * places,
+    #     const llama_token * tokens, int32_t n);
+    "knapspec_head_set": (_i32, [_p, _i32s, _i32s, _i32]),
+    # int32_t knapspec_use_head(struct llama_context * ctx, int32_t n_rows);
+    "knapspec_use_head": (_i32, [_p, _i32]),
+    # int32_t knapspec_head_logits(struct llama_context * ctx, int32_t row, float * out,
+    #     int32_t n_rows);
+    "knapspec_head_logits": (_i32, [_p, _i32, _f32s, _i32]),
     # void knapspec_interrupt(struct llama_context * ctx);
     "knapspec_interrupt": (None, [_p]),
     # void knapspec_interrupt_clear(struct llama_context * ctx);

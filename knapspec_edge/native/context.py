@@ -32,6 +32,7 @@ from ..errors import (
 from ..records import GREEDY, Grammar, Pick, Plan, Sampling, SubLayer, Traits
 from . import bindings, library, plans
 from .model import Model
+from .short_head import ShortHead, head_sizes
 from .threads import default_threads
 
 # enum ggml_type of the types a KV cache may have
@@ -150,7 +151,9 @@ class LlamaBackend(Closing):
         flash_attn: str = "auto",
         max_verify_tokens: int = DEFAULTS.max_verify_tokens,
         kept_graphs: int = DEFAULTS.kept_graphs,
+        repair_interval: int = DEFAULTS.repair_interval,
         beside_tokens: int = DEFAULTS.beside_tokens,
+        short_head: bool = DEFAULTS.short_head,
     ) -> None:
         """Raises UsageError for a bad setting, ContextError if the context cannot be created."""
         arguments.choice("--kv-type", kv_type, tuple(KV_TYPES))
@@ -230,8 +233,16 @@ class LlamaBackend(Closing):
         self._memory = self._llama.llama_get_memory(self._pointer)
         self._lib.knapspec_keep_graphs(self._pointer, kept_graphs)
         self._plan: Plan | None = None
+        self._head: ShortHead | None = None  # made when a plan first asks for one
+        self._head_suggested: tuple[int, ...] = ()
         self._window = model.n_swa
         self._read_sublayers()
+        if self._sublayers:
+            self._lib.knapspec_set_repair(self._pointer, repair_interval)
+        self._head_refusal = self._find_head_refusal()
+        self._head_sizes: tuple[int, ...] = ()
+        if self._head_refusal is None and short_head:
+            self._head_sizes = head_sizes(model.n_vocab)
         positions = self._lib.knapspec_learned_positions(self._pointer)
         if 0 < positions < ctx_tokens:
             self.close()
@@ -265,6 +276,7 @@ class LlamaBackend(Closing):
         self._sublayers: tuple[SubLayer, ...] = ()
         self._traits: tuple[Traits, ...] = ()
         self._n_hidden = 0  # width of the residual stream
+        self._cut_refusal = self._find_cut_refusal()
         self._refusal = self._branch_refusal = self._find_refusal()
         if not self._sublayers:
             return
@@ -275,24 +287,37 @@ class LlamaBackend(Closing):
             elif reason := self._lib.knapspec_branch_refusal(self._pointer).decode():
                 self._branch_refusal = f"architecture {self.model.architecture}: {reason}"
 
-    def _find_refusal(self) -> str | None:
+    def _find_head_refusal(self) -> str | None:
+        if self._refusal is not None:
+            return self._refusal
+        reason = self._lib.knapspec_head_refusal(self._pointer).decode(errors="replace")
+        return f"architecture {self.model.architecture}: {reason}" if reason else None
+
+    def _find_cut_refusal(self) -> str | None:
         model = self.model
         name = model.architecture
         if not self._memory or not model.has_decoder:
             return f"architecture {name} does not generate text token by token"
         if model.is_diffusion:
             return f"architecture {name} does not generate text from left to right"
-        try:
-            self._sublayers = plans.read_sublayers(self._lib, self._pointer)
-            self._traits = plans.read_traits(self._lib, self._pointer, len(self._sublayers))
-        except PlanError as error:
-            return f"the sublayers of architecture {name} are not recognised ({error})"
         if model.is_recurrent:
             return (
                 f"architecture {name} keeps a recurrent state, which cannot be cut back to the "
                 "accepted tokens"
             )
         return None
+
+    def _find_refusal(self) -> str | None:
+        model = self.model
+        name = model.architecture
+        if self._cut_refusal is not None and not model.is_recurrent:
+            return self._cut_refusal
+        try:
+            self._sublayers = plans.read_sublayers(self._lib, self._pointer)
+            self._traits = plans.read_traits(self._lib, self._pointer, len(self._sublayers))
+        except PlanError as error:
+            return f"the sublayers of architecture {name} are not recognised ({error})"
+        return self._cut_refusal
 
     # lifetime
 
@@ -354,6 +379,46 @@ class LlamaBackend(Closing):
     @property
     def refusal(self) -> str | None:
         return self._refusal
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        return self._head_sizes
+
+    @property
+    def head_refusal(self) -> str | None:
+        """Why the head cannot be shortened, or None."""
+        return self._head_refusal
+
+    def suggest_head(self, tokens: Sequence[int]) -> None:
+        if self._head is None:
+            self._head_suggested = tuple(tokens)
+
+    def prepare_head(self, n_rows: int) -> None:
+        with self._alone():
+            self._short_head(n_rows)
+
+    def lacked(
+        self, tokens: Sequence[int], position: int, plan: Plan | None = None
+    ) -> NDArray[np.bool_]:
+        if plan is None or not plan.head_rows:
+            return np.zeros(len(tokens), dtype=np.bool_)
+        return self._short_head(plan.head_rows).lacked(tokens, position, plan.head_rows)
+
+    def _short_head(self, n_rows: int) -> ShortHead:
+        """The list of tokens. Raises PlanError where there can be none of so many rows."""
+        if self._head is None or n_rows > self._head.sizes[-1]:
+            if self._head_refusal is not None:
+                raise PlanError(f"the head cannot be shortened: {self._head_refusal}")
+            if not 0 < n_rows <= self.n_vocab:
+                raise PlanError(f"a head of {n_rows} rows of {self.n_vocab} is impossible")
+            sizes = sorted({*self._head_sizes, n_rows})
+            self._head, self._plan = None, None
+            self._head = ShortHead(self._lib, self.pointer, self.model, sizes, self._head_suggested)
+        return self._head
+
+    @property
+    def cut_refusal(self) -> str | None:
+        return self._cut_refusal
 
     def is_end(self, token: int) -> bool:
         return self.model.is_end(token)
@@ -424,6 +489,10 @@ class LlamaBackend(Closing):
         self._check_room(total)
         self._answer_start = self._n_past + total
         self._sampling_from = None
+        if self._head is not None:
+            self._head.forget_from(self._n_past)
+            with self._alone():
+                self._head.note(tokens, self._n_past)
         done = 0
         while done < total:
             part = tokens[done : done + self._slice]
@@ -436,6 +505,7 @@ class LlamaBackend(Closing):
 
     def decode(self, token: int, sampling: Sampling, plan: Plan | None = None) -> Pick:
         self._check_room(1)
+        self._note((token,))
         self._evaluate((token,), 1, sampling, plan)
         return self._pick(0, sampling if plan is None else None)
 
@@ -446,8 +516,15 @@ class LlamaBackend(Closing):
         if n > self._max_verify:
             raise ValueError(f"{n} tokens exceed the widest verification, {self._max_verify}")
         self._check_room(n)
+        self._note(tokens)
         self._evaluate(tokens, n, sampling, None)
         return [self._pick(i, sampling) for i in range(n)]
+
+    def _note(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these."""
+        if self._head is not None:
+            with self._alone():
+                self._head.note(tokens, self._n_past)
 
     def truncate(self, n_tokens: int) -> None:
         if not 0 <= n_tokens <= self._n_past:
@@ -673,9 +750,25 @@ class LlamaBackend(Closing):
         if not 0 <= index < self._last_rows:
             raise IndexError(f"row {row} is outside the {self._last_rows} rows of the latest pass")
         with self._alone():
+            if self._plan is not None and self._plan.head_rows:
+                found = np.full(self.n_vocab, -np.inf, dtype=np.float32)
+                rows = np.empty(self._plan.head_rows, dtype=np.float32)
+                if self._lib.knapspec_head_logits(self.pointer, index, _floats(rows), len(rows)):
+                    raise NativeError(bindings.last_error(self._lib) or "no logits were kept")
+                found[self._short_head(len(rows)).tokens(len(rows))] = rows
+                return found
             base = self._llama.llama_get_logits(self.pointer)
             rows = np.ctypeslib.as_array(base, shape=(self._last_rows, self.n_vocab))
             return np.array(rows[index], dtype=np.float32)
+
+    def repairs(self) -> tuple[int, NDArray[np.float32]]:
+        """How many tokens of verified text have been seen, and what drafts add where they skip a
+        sublayer once these are enough: f32 [sublayers, hidden], zero where nothing is added."""
+        vectors = np.zeros((len(self._sublayers), self._n_hidden), dtype=np.float32)
+        with self._alone():
+            if not self._sublayers:
+                return 0, vectors
+            return int(self._lib.knapspec_get_repair(self.pointer, _floats(vectors))), vectors
 
     # interruption
 
@@ -803,7 +896,12 @@ class LlamaBackend(Closing):
     def _set_plan(self, plan: Plan | None) -> None:
         if plan is not None and not self._sublayers:
             raise PlanError(f"no sublayer can be left out: {self._refusal}")
+        rows = 0 if plan is None else plan.head_rows
+        if rows:
+            self._short_head(rows)
         plans.set_plan(self._lib, self.pointer, plan, len(self._sublayers))
+        if self._lib.knapspec_use_head(self.pointer, rows):
+            raise PlanError(bindings.last_error(self._lib) or "llama.cpp refused the short head")
         self._plan = plan
 
     def _evaluate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ from ..config import GPU_LAYERS_MAX
 from ..errors import Interrupted, ModelError, UsageError
 from . import bindings, library
 
+# enum llama_token_attr: unknown, unused, control, byte
+_NO_TEXT = 1 | 2 | 8 | 32
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -308,6 +311,19 @@ class Model(Closing):
         """Whether a generation ends with this token."""
         self._check_token(token)
         return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """All tokens that a generation ends with, ascending."""
+        is_end, vocab = self._llama.llama_vocab_is_eog, self._vocab
+        return tuple(t for t in range(self.n_vocab) if is_end(vocab, t))
+
+    def text_tokens(self, n: int) -> list[int]:
+        """The first n tokens, or as many as there are, that texts are made of: no control, unused
+        or single-byte ones."""
+        attributes, vocab = self._llama.llama_vocab_get_attr, self._vocab
+        usual = (t for t in range(self.n_vocab) if not attributes(vocab, t) & _NO_TEXT)
+        return list(itertools.islice(usual, n))
 
     def _check_token(self, token: int) -> None:
         # the native functions trust their argument

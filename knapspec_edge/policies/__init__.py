@@ -20,14 +20,21 @@ if TYPE_CHECKING:
 NAMES: tuple[str, ...] = tuple(DESCRIPTIONS)
 # The planner: the only one that decides by itself whether to speculate.
 DEFAULT = "knapspec"
+# Lookups alone, as `--spec lookup` has them.
+LOOKUP = "lookup-by-value"
 
-__all__ = ["DEFAULT", "NAMES", "Description", "create", "describe"]
+__all__ = ["DEFAULT", "LOOKUP", "NAMES", "Description", "create", "describe", "needs_of"]
 
 
 def describe(name: str) -> Description:
     """What a policy is and needs. Raises UsageError for a name that is none."""
     choice("--policy", name, NAMES)
     return DESCRIPTIONS[name]
+
+
+def needs_of(name: str) -> tuple[str, ...]:
+    """Description.needs; of what is no policy, such as a plan file, nothing."""
+    return DESCRIPTIONS[name].needs if name in DESCRIPTIONS else ()
 
 
 def create(name: str, setting: Setting) -> Policy:

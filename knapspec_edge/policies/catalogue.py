@@ -16,9 +16,11 @@ class Description:
     training: str = "none"  # that the publication needs
     search: str = "none"  # what is measured or searched, and when
     differs: str = ""  # how our form differs from the publication
-    # what it takes of a Setting beside the backend: "costs" (of sublayers), "planner" (a decision),
-    # "calibration" (a text), "draft model", "extra" (the optional dependencies "policies")
+    # what it takes of a Setting beside the backend: "costs" (of sublayers), "verification" (what it
+    # costs, alone), "planner" (a decision), "calibration" (a text), "draft model", "extra" (the
+    # optional dependencies "policies")
     needs: tuple[str, ...] = ()
+    proposes: bool = False  # tokens, without a plan: models whose sublayers nobody knows will do
     longest_draft: str | None = None  # the value of Config that bounds its drafts; None: no drafts
 
 
@@ -118,13 +120,35 @@ DESCRIPTIONS: dict[str, Description] = {
     "knapspec": Description(
         title="ours",
         source="this project, after KnapSpec",
-        rule="plans of a knapsack over measured costs and agreements and of a search over hidden "
-        "states, judged on the target's own text; lengths by value; off where plain decoding is "
-        "faster",
+        rule="what followed the end of the text before, where that is worth verifying; else plans "
+        "of a knapsack over measured costs and agreements and of a search over hidden states, "
+        "judged on the target's own text; lengths by value; off where plain decoding is faster",
         module="knapspec",
         search="costs, agreements and rounds, once per model and machine (seconds, kept); 1 % of "
         "the decode time",
         needs=("costs", "planner"),
+        longest_draft="draft_max_tokens",
+    ),
+    "knapspec-masks": Description(
+        title="ours without lookups",
+        source="as knapspec",
+        rule="as knapspec, with its plans alone; always on",
+        module="knapspec_masks",
+        search="as knapspec",
+        needs=("costs", "planner"),
+        longest_draft="draft_max_tokens",
+    ),
+    "lookup-by-value": Description(
+        title="our lookup alone",
+        source="this project, after SuffixDecoding, arXiv 2411.04975",
+        rule="what followed the longest match of the text's end, of any length; up to 7 tokens by "
+        "value, none where plain decoding is faster",
+        module="lookup_by_value",
+        search="the cost of verification, once per model and machine (a second, kept)",
+        differs="chances from this text's own record in place of frequencies in a tree; no tree of "
+        "earlier answers",
+        needs=("verification",),
+        proposes=True,
         longest_draft="draft_max_tokens",
     ),
     "lookup": Description(
@@ -134,6 +158,7 @@ DESCRIPTIONS: dict[str, Description] = {
         "tokens",
         module="lookup",
         differs="the latest place in place of the first, no match of a single token",
+        proposes=True,
         longest_draft="lookup_max_draft",
     ),
     "lookup-llama-cpp": Description(
@@ -143,6 +168,7 @@ DESCRIPTIONS: dict[str, Description] = {
         "tokens",
         module="lookup_llama_cpp",
         differs="its rule in our loop",
+        proposes=True,
         longest_draft="llama_cpp_lookup_draft",
     ),
     "draft-model": Description(
@@ -154,6 +180,7 @@ DESCRIPTIONS: dict[str, Description] = {
         training="none, where a small model of the family exists",
         differs="noise shared with the target",
         needs=("draft model",),
+        proposes=True,
         longest_draft="draft_model_max_draft",
     ),
     "random": Description(

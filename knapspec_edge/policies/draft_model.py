@@ -22,7 +22,7 @@ from ..records import GREEDY, Pick, Sampling
 from ..text.fitting import common_length
 from ..text.vocabulary import Vocabulary
 from .lookup import Proposing
-from .masked import check_sublayers
+from .masked import check_cut
 from .setting import Setting
 
 # llama.cpp's: vocabularies of one family may be padded differently
@@ -35,7 +35,7 @@ def create(setting: Setting) -> Policy:
     Raises UsageError without one, PlanError for a model whose cache cannot be cut back, ModelError
     for a file that is no such model or has another vocabulary, ContextError.
     """
-    check_sublayers("draft-model", setting)
+    check_cut("draft-model", setting)
     if setting.draft_model is None or setting.vocabulary is None:
         raise UsageError("--policy draft-model needs --draft-model MODEL, a small one")
     info = gguf_check.inspect(models.resolve(setting.draft_model))

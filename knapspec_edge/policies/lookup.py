@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from ..decode.policy import Guess, Policy
 from ..records import Draft, RoundTimes, Sampling
-from .masked import check_sublayers
+from .masked import check_cut
 from .setting import Setting
 
 
 def create(setting: Setting) -> Policy:
     """Raises PlanError for a model whose cache cannot be cut back to what was accepted."""
-    check_sublayers("lookup", setting)
+    check_cut("lookup", setting)
     config = setting.config
     return PromptLookup(config.lookup_min_ngram, config.lookup_max_ngram, config.lookup_max_draft)
 

@@ -18,7 +18,7 @@ from ..config import Config
 from ..decode.policy import Guess, Policy
 from ..records import Sampling
 from .lookup import Proposing
-from .masked import check_sublayers
+from .masked import check_cut
 from .setting import Setting
 
 # of the buffer that the text grows in
@@ -27,7 +27,7 @@ _SPARE_TOKENS = 1024
 
 def create(setting: Setting) -> Policy:
     """Raises PlanError for a model whose cache cannot be cut back, LibraryError."""
-    check_sublayers("lookup-llama-cpp", setting)
+    check_cut("lookup-llama-cpp", setting)
     return LlamaCppLookup(drafter(setting.config))
 
 

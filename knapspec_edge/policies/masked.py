@@ -97,6 +97,12 @@ def check_sublayers(name: str, setting: Setting) -> None:
         raise PlanError(f"--policy {name} cannot be honoured: {setting.backend.refusal}")
 
 
+def check_cut(name: str, setting: Setting) -> None:
+    """Raises PlanError for a model whose cache cannot be cut back to what was accepted."""
+    if setting.backend.cut_refusal is not None:
+        raise PlanError(f"--policy {name} cannot be honoured: {setting.backend.cut_refusal}")
+
+
 def most_valued(items: Sequence[int], values: Sequence[float], n: int) -> list[int]:
     """The n items of the highest values; the earlier of equals."""
     ranked = sorted(zip(items, values, strict=True), key=lambda pair: (-pair[1], pair[0]))

@@ -35,6 +35,7 @@ class Setting:
     drift: DriftTracker | None = None
     best: Draft | None = None
     forced: bool = False  # the planner never turns to plain decoding
+    lookup: bool = True  # the planner proposes what it finds in the text, where that pays
     calibration: Sequence[int] = ()  # a text to search on
     store: Store = field(default_factory=lambda: Store(enabled=False))
     model_key: Mapping[str, Any] = field(default_factory=dict)  # what found things are kept under

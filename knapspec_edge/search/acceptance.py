@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..backend import Backend
 from ..latency.fidelity import evaluate_plans
 from ..records import GREEDY, Plan, Sampling
@@ -76,8 +78,18 @@ def judge(
     if len(window) < 2:
         raise ValueError("a window of at least 2 tokens is needed to judge a plan")
     found = evaluate_plans(backend, window, plans, block_tokens, report=report)
+    target, position = window[1:], backend.n_past + 1
     return [
-        Judgement(plan, (_window(found.tokens[row], found.probabilities[row], window[1:]),))
+        Judgement(
+            plan,
+            (
+                _window(
+                    _drafted(backend, found.tokens[row].tolist(), target, position, plan),
+                    found.probabilities[row].tolist(),
+                    target,
+                ),
+            ),
+        )
         for row, plan in enumerate(plans)
     ]
 
@@ -102,9 +114,24 @@ def judge_beside(
         (start + i, inputs[i : i + block_tokens]) for i in range(0, len(inputs), block_tokens)
     ]
     parts = backend.evaluate_beside(blocks, plan, sampling)
-    picks = [int(p) for part in parts for p in part.tokens]
+    picks = _drafted(
+        backend, [int(p) for part in parts for p in part.tokens], target, start + 1, plan
+    )
     probabilities = [float(p) for part in parts for p in part.probabilities]
     return Judgement(plan, (_window(picks, probabilities, target),))
+
+
+def _drafted(
+    backend: Backend, picks: Sequence[int], target: Sequence[int], position: int, plan: Plan
+) -> list[int]:
+    """The picks that a draft would have made: of tokens that a short head lacked when the text came
+    to them, none (-1), although it has them by now. target[0] stands at `position`."""
+    found = list(picks)
+    if plan.head_rows:
+        for i in np.flatnonzero(backend.lacked(target, position, plan)).tolist():
+            if found[i] == target[i]:
+                found[i] = -1
+    return found
 
 
 def _window(picks: Sequence[int], probabilities: Sequence[float], target: Sequence[int]) -> Window:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +39,26 @@ def cuts(
     config: Config = DEFAULTS,
 ) -> list[Cut]:
     """One for every saving that no other cut beats in both saving and agreement, ascending."""
-    found, modes = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    found, choices = _sweep(costs, fidelity, context_tokens, sublayers, config)
     return [
         Cut(
-            _plan(found.options[row], modes),
+            choices.plan(found.options[row]),
             int(found.saving_units[row]),
             math.exp(-float(found.losses[row])),
         )
         for row in range(len(found))
     ]
+
+
+class _Choices(NamedTuple):
+    """What the options of a sweep stand for."""
+
+    modes: list[Mode]  # of a sublayer
+    heads: list[int]  # rows of the head
+
+    def plan(self, options: NDArray[np.int16]) -> Plan:
+        *sublayers, head = options.tolist()
+        return Plan(tuple(self.modes[option] for option in sublayers), self.heads[head])
 
 
 def _sweep(
@@ -55,16 +67,17 @@ def _sweep(
     context_tokens: int,
     sublayers: tuple[SubLayer, ...],
     config: Config,
-) -> tuple[Sweep, list[Mode]]:
-    """Rows that save something, ascending, and the modes that their options stand for: full, the
-    windows that pay here, skip."""
+) -> tuple[Sweep, _Choices]:
+    """Rows that save something, ascending, and what their options stand for; the last item is the
+    head."""
     weights, unit_ms = costs.integer_weights(
         context_tokens, largest_error=config.plan_rounding_error
     )
     modes = [FULL, *_windows(costs, context_tokens, sublayers, config), SKIP]
+    heads = _heads(costs, fidelity, context_tokens, config)
     expected = Losses(fidelity, sublayers, config)
-    units = np.zeros((len(sublayers), len(modes)), dtype=np.int64)
-    losses = np.full((len(sublayers), len(modes)), np.inf)
+    units = np.zeros((len(sublayers) + 1, max(len(modes), len(heads))), dtype=np.int64)
+    losses = np.full(units.shape, np.inf)
     losses[:, 0] = 0.0
     for option, mode in enumerate(modes[1:], start=1):
         for item in expected.items(mode):
@@ -75,11 +88,29 @@ def _sweep(
                 weight = round(costs.saving_ms(item.index, context_tokens, mode) / unit_ms)
             if weight >= 1 and item.agreement >= config.plan_floor_agreement:
                 units[item.index, option], losses[item.index, option] = weight, item.loss
+    for option, n_rows in enumerate(heads[1:], start=1):
+        units[-1, option] = round(costs.head_saving_ms(n_rows) / unit_ms)
+        losses[-1, option] = fidelity.head_loss(n_rows)
     # Importing the compiler takes longer than solving without it; whoever has loaded it gets it.
     found = sweep(units, losses, front=True, load=False)
     saving = found.saving_units > 0
     chosen = Sweep(found.saving_units[saving], found.losses[saving], found.options[saving])
-    return chosen, modes
+    return chosen, _Choices(modes, heads)
+
+
+def _heads(costs: Costs, fidelity: Fidelity, context_tokens: int, config: Config) -> list[int]:
+    """Rows of the heads to choose from: all (0), then those that save something worth while, the
+    largest first."""
+    if not config.short_head or costs.blind:
+        return [0]
+    least_ms = config.head_min_share * costs.step_ms(context_tokens)
+    found = [
+        n_rows
+        for n_rows in costs.short_heads
+        if costs.head_saving_ms(n_rows) >= least_ms
+        and math.exp(-fidelity.head_loss(n_rows)) >= config.plan_floor_agreement
+    ]
+    return [0, *reversed(found)]
 
 
 def _windows(
@@ -93,10 +124,6 @@ def _windows(
         if mode.window_tokens in config.window_tokens
     }
     return sorted(found, key=lambda m: (-m.window_tokens, m.sink_tokens))
-
-
-def _plan(options: NDArray[np.int16], modes: list[Mode]) -> Plan:
-    return Plan(tuple(modes[option] for option in options.tolist()))
 
 
 def candidate_plans(
@@ -113,17 +140,23 @@ def candidate_plans(
     are finer (their borders are 1, 4, 9, ... of the square of their number): that is where most
     models have their best plan.
     """
-    found, modes = _sweep(costs, fidelity, context_tokens, sublayers, config)
+    found, choices = _sweep(costs, fidelity, context_tokens, sublayers, config)
     if not len(found):
         return []
     verify_ms = verification_ms(costs, context_tokens, config)
     rows = np.arange(len(sublayers))
     savings_ms = np.array(
-        [[costs.saving_ms(i, context_tokens, mode) for mode in modes] for i in rows.tolist()]
+        [
+            [costs.saving_ms(i, context_tokens, mode) for mode in choices.modes]
+            for i in rows.tolist()
+        ]
     )  # f64 [sublayers, modes]
-    saved_ms = savings_ms[rows, found.options].sum(axis=1)  # f64 [rows of the sweep]
+    heads_ms = np.array([costs.head_saving_ms(n_rows) for n_rows in choices.heads])
+    saved_ms = savings_ms[rows, found.options[:, :-1]].sum(axis=1)  # f64 [rows of the sweep]
+    saved_ms += heads_ms[found.options[:, -1]]
     drafts_ms = costs.step_ms(context_tokens) - saved_ms
-    least_ms = costs.draft_ms(Plan((SKIP,) * len(sublayers)), context_tokens)
+    least = Plan((SKIP,) * len(sublayers), choices.heads[-1])
+    least_ms = costs.draft_ms(least, context_tokens)
     deepest = int(found.saving_units[-1])
     best: dict[int, tuple[float, int]] = {}
     for row in range(len(found)):
@@ -133,7 +166,7 @@ def candidate_plans(
         part = math.isqrt(config.plan_shortlist**2 * (saving - 1) // deepest)
         if part not in best or rate > best[part][0]:
             best[part] = (rate, row)
-    return [_plan(found.options[row], modes) for _, (_, row) in sorted(best.items())]
+    return [choices.plan(found.options[row]) for _, (_, row) in sorted(best.items())]
 
 
 def verification_ms(

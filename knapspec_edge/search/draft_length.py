@@ -108,6 +108,22 @@ def _bins(confidences: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.searchsorted(CONFIDENCE_BINS, confidences, side="right").astype(np.int64)
 
 
+def best_prefix(
+    survival: Sequence[float], prices: Sequence[float], least: int = 0
+) -> tuple[float, int]:
+    """(value, tokens to verify) of the best prefix of a draft, of at least `least` tokens; of equal
+    ones the longest. `survival[j - 1]`: the chance that the first j tokens are right, `prices[j]`:
+    what verifying j tokens costs, in tokens."""
+    gained = 0.0
+    best = (-prices[0], 0) if least == 0 else (float("-inf"), 0)
+    for j, (alive, price) in enumerate(zip(survival, prices[1:], strict=False), start=1):
+        gained += alive
+        value = gained - price
+        if j >= least and value >= best[0]:
+            best = (value, j)
+    return best
+
+
 class ValueRule:
     """The rule for one plan at one context. `verify_ms[j]`: verifying j drafted tokens (0: a plain
     step), `rate`: tokens per ms that time is worth. `least`: tokens drafted and verified in any
@@ -131,15 +147,7 @@ class ValueRule:
         self._least = least
 
     def _best_prefix(self, survival: Sequence[float]) -> tuple[float, int]:
-        """(value, tokens to verify) of the best prefix; of equal ones the longest."""
-        gained = 0.0
-        best = (-self._prices[0], 0) if self._least == 0 else (float("-inf"), 0)
-        for j, alive in enumerate(survival[: self.most], start=1):
-            gained += alive
-            value = gained - self._prices[j]
-            if j >= self._least and value >= best[0]:
-                best = (value, j)
-        return best
+        return best_prefix(survival, self._prices, self._least)
 
     def _survival(self, confidences: Sequence[float]) -> list[float]:
         alive, found = 1.0, []

@@ -5,6 +5,7 @@ As thorough as the model's speed allows within the budget.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from ..latency.costs import Costs
 from ..latency.fidelity import (
     Fidelity,
     Text,
+    count_heads,
     measure_fidelity,
     probed_indices,
     shorten,
@@ -39,6 +41,12 @@ _LATENCY_SHARE, _FIDELITY_SHARE, _JUDGE_SHARE = 0.4, 0.75, 0.9
 # Levels of effort as shares of the configured window. Slow models go down the list.
 _WINDOW_SHARES = (1.0, 0.8, 0.65, 0.5, 0.35)
 _MIN_WINDOW_TOKENS = 12
+
+
+def by_frequency(tokens: Sequence[int]) -> list[int]:
+    """Each token once, the most frequent first; of equal ones the lower."""
+    counts = Counter(tokens)
+    return sorted(counts, key=lambda t: (-counts[t], t))
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ def measure_all(
         """Progress by the clock, not beyond the end of the present phase."""
         return lambda: report(min(most, spent_ms() / budget_ms))
 
+    backend.suggest_head(by_frequency(calibration_tokens))
     if latency is None:
         latency = measure_latency(
             backend,
@@ -156,6 +165,10 @@ def measure_all(
             budget_ms - spent_ms(),
             config,
         )
+        heads = [n for n in backend.head_sizes if config.short_head and n in costs.short_heads]
+        if heads:
+            # before the text that it is judged on
+            backend.prepare_head(heads[-1])
         text = target_text(
             backend,
             prompt,
@@ -181,6 +194,8 @@ def measure_all(
                 report=report_time(_FIDELITY_SHARE),
                 enough=late,
             )
+        if heads:
+            found = found.plus(count_heads(backend, text, heads))
         fidelity = known.plus(found)
         unprobed = sum(not item.probed for item in fidelity.agreements(backend.sublayers))
         notes = (
@@ -319,10 +334,13 @@ class _Fresh:
             return None
         backend, start = self._backend, self._backend.n_past
         try:
-            first = backend.prefill(self._window, GREEDY).token
-            after = backend.n_past
-            if not self._tokens:
-                self._tokens.append(first)
+            if self._tokens:
+                # no new text: a short head keeps what it knows of when it got the tokens behind it
+                for i in range(0, len(self._window), backend.max_verify_tokens):
+                    backend.evaluate(self._window[i : i + backend.max_verify_tokens], None)
+            else:
+                self._tokens.append(backend.prefill(self._window, GREEDY).token)
+                after = backend.n_past
                 while len(self._tokens) < self._n:
                     self._tokens.append(backend.decode(self._tokens[-1], GREEDY).token)
                 rewind(backend, after)

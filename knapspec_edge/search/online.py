@@ -79,11 +79,13 @@ class OnlinePlanner:
         self._proven: set[Plan] | None = None
         # emitted tokens of this answer up to which a plan was judged
         self._judged_to: dict[Plan, int] = {}
+        self._proposed_to = 0  # position behind the latest token that a proposal got right
         self._can_judge = True
         self._judge_after = 0  # decoded tokens, before which nothing new can be expected
         # (right, confidence) of tokens drafted with the plan in use that the book does not hold yet
         self._drafted: list[tuple[bool, float]] = []
         self._look_due = False
+        self._left_over = False  # estimates that there was no time for
         self._looked_at = 0  # rounds
         self._correction = drift.correction()
         # by bucket where the guard ended speculation: measured over predicted speed, and the round
@@ -102,6 +104,19 @@ class OnlinePlanner:
     def stopped(self) -> str | None:
         return self._ended
 
+    def outlook(self) -> tuple[float, float] | None:
+        """(tokens per ms, tokens per round) to expect of the plan in use in the next round; None
+        where that is a plain step."""
+        active = self._active
+        if active is None or (self._guard is not None and not self._guard.may_speculate()):
+            return None
+        per_round = 2.0 if active.replay is None else active.replay.tokens_per_round
+        return active.rate, per_round
+
+    def verification_ms(self, context_tokens: int) -> tuple[float, ...]:
+        """[j]: verifying j drafted tokens at this context, j = 0 being a plain step, in ms."""
+        return self._book.verification_ms(context_tokens, self._correction)
+
     @property
     def active(self) -> Estimate | None:
         """The plan in use; None: plain decoding."""
@@ -115,6 +130,7 @@ class OnlinePlanner:
             self._bucket = None
         self._sampling = sampling
         self._judged_to.clear()
+        self._proposed_to = 0
         self._can_judge = self._backend.max_beside_tokens > 0
         self._judge_after = 0
         if not self._can_judge:
@@ -164,8 +180,12 @@ class OnlinePlanner:
         self._rounds += 1
         self._tokens += times.tokens
         active, rule = self._active, self._rule
-        self._drift.observe(times, None if active is None else active.plan)
-        if active is not None and rule is not None:
+        self._drift.observe(times, None if active is None or times.proposed else active.plan)
+        if times.proposed:
+            # tells nothing about plans: they draft where nobody proposes
+            if times.accepted:
+                self._proposed_to = times.context_tokens + times.tokens
+        elif active is not None and rule is not None:
             if self._guard is not None:
                 speculated = times.drafted > 0
                 self._guard.observe(times.elapsed_ms, times.tokens, speculated=speculated)
@@ -222,19 +242,35 @@ class OnlinePlanner:
         self._book.add(bucket, Judgement(plan, (Window(right, confidences),)))
         self._seen_at[plan] = self._tokens
 
-    def _estimate(self, plan: Plan) -> Estimate | None:
-        assert self._bucket is not None
+    def _estimated_at(self) -> int | None:
+        """The context that estimates are made for; None: the one that stands for the bucket."""
         if self._active is None and not self._forced:
             # the whole bucket is off or none of it: nothing new is looked up while nothing changes
-            return self._book.estimate(plan, self._bucket, None, self._correction)
+            return None
         # in steps, so that estimates can be used again: a look that finds nothing new costs nothing
         steps = round(math.log(max(1, self._context_tokens)) / _CONTEXT_STEP)
-        context = max(1, min(round(math.exp(steps * _CONTEXT_STEP)), self._book.n_ctx - 1))
-        return self._book.estimate(plan, self._bucket, context, self._correction)
+        return max(1, min(round(math.exp(steps * _CONTEXT_STEP)), self._book.n_ctx - 1))
+
+    def _estimate(self, plan: Plan) -> Estimate | None:
+        assert self._bucket is not None
+        return self._book.estimate(plan, self._bucket, self._estimated_at(), self._correction)
 
     def _estimates(self) -> list[Estimate]:
+        """Of all candidates. As many are made anew as there is time saved for, one at least; the
+        others stand as they were last estimated, or are left out, until the next look."""
         assert self._bucket is not None
-        found = (self._estimate(plan) for plan in self._book.plans(self._bucket))
+        book, bucket = self._book, self._bucket
+        started, made = self._clock(), 0
+        self._left_over = False
+        found = []
+        for plan in book.plans(bucket):
+            if not book.has_estimate(plan, bucket, self._estimated_at(), self._correction):
+                if made and 1000.0 * (self._clock() - started) > max(0.0, self._saved_ms):
+                    self._left_over = True
+                    found.append(book.latest_estimate(plan, bucket))
+                    continue
+                made += 1
+            found.append(self._estimate(plan))
         return [e for e in found if e is not None]
 
     def _look(self) -> None:
@@ -251,7 +287,7 @@ class OnlinePlanner:
             # was last seen to do is no better founded than what it did before that
             known = None if self._rule is None or idle else self._rule.calibration
             self._use(chosen, known)
-        self._look_due = False
+        self._look_due = self._left_over
         self._looked_at = self._rounds
         self._needed_ms = self._judge_cost_ms(self._config.plan_min_window_tokens)
         self._look_ms = 1000.0 * (self._clock() - started)
@@ -353,6 +389,11 @@ class OnlinePlanner:
         """Judge the most promising plan on the latest tokens, if there is one and time for it."""
         config = self._config
         assert self._bucket is not None
+        # a plan is worth what it does where nothing is proposed
+        own = position - self._proposed_to
+        if own < config.plan_min_window_tokens:
+            self._judge_after = self._tokens + config.plan_min_window_tokens - own
+            return
         chosen = self._promising(len(emitted))
         if chosen is None:
             # nothing could pay: look again when the text has gone on
@@ -361,7 +402,7 @@ class OnlinePlanner:
         plan, fresh = chosen
         most = min(self._backend.max_beside_tokens, config.measure_window_tokens)
         affordable = int(self._saved_ms / max(1e-9, self._judge_cost_ms(1)))
-        width = min(fresh, most, affordable, len(emitted) - 1)
+        width = min(fresh, most, affordable, len(emitted) - 1, own)
         if width < min(most, config.plan_min_window_tokens):
             self._needed_ms = self._judge_cost_ms(config.plan_min_window_tokens)
             return

@@ -166,6 +166,7 @@ class Outlook:
                     "modes": _other_modes(p.plan),
                     "n_skipped": dict(p.skipped),
                     "n_windowed": p.windowed,
+                    "head_rows": p.plan.head_rows,
                     "saved_share": p.saved_share,
                     "alpha": p.alpha,
                     "draft_tokens": p.draft_tokens,
@@ -488,11 +489,14 @@ def describe(judged: JudgedPlan) -> str:
     """A draft in a few words: "a draft without 3 attention and 2 MLP sublayers, γ = 4"."""
     parts = [f"{n} {_NAMES.get(kind, kind)}" for kind, n in judged.skipped.items() if n]
     changes = []
-    if parts or not judged.windowed:
+    rows = judged.draft.plan.head_rows
+    if parts or not (judged.windowed or rows):
         plural = "sublayer" if sum(judged.skipped.values()) == 1 else "sublayers"
         changes.append(f"without {' and '.join(parts) if parts else 'no'} {plural}")
     if judged.windowed:
         changes.append(f"with {judged.windowed} windowed")
+    if rows:
+        changes.append(f"with {rows:,} rows of the head")
     return f"a draft {', '.join(changes)}, γ = {judged.draft.max_tokens}"
 
 
@@ -505,6 +509,7 @@ def _draft_json(draft: Draft) -> dict[str, Any]:
     return {
         "skipped": list(draft.plan.skipped),
         "modes": _other_modes(draft.plan),
+        "head_rows": draft.plan.head_rows,
         "draft_max_tokens": draft.max_tokens,
         "draft_min_probability": draft.min_probability,
     }

@@ -17,6 +17,7 @@ from ..latency.costs import Costs
 from ..latency.drift import NO_CORRECTION, Correction
 from ..latency.fidelity import Fidelity, Losses
 from ..latency.rounds import RoundTiming
+from ..latency.store import MAX_COUNT
 from ..records import FULL, Mode, Plan, SubLayer, parse_mode
 from .acceptance import Judgement
 from .buckets import bucket_of, context_of
@@ -30,6 +31,7 @@ _QUANTILE = 1.64
 # Kept at most: those of all plans of several buckets, so that a text that goes back and forth
 # across a border does not have them computed each time.
 _MOST_ESTIMATES = 1000
+_HEAD = "head"  # among the modes of a plan that is kept: its rows
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class PlanBook:
         self._versions: dict[Plan, int] = {}  # of what is known about each
         self._learned: set[tuple[int, Plan]] = set()  # what was added or forgotten here
         self._estimates: dict[tuple[object, ...], Estimate] = {}
+        self._latest: dict[tuple[int, Plan], Estimate] = {}
 
     # -- what was learned --------------------------------------------------------------------------
 
@@ -174,10 +177,22 @@ class PlanBook:
             )
             self.changed = True
 
+    def _may_use(self, plan: Plan) -> bool:
+        """What was kept may have a head that is not to be shortened now."""
+        return not plan.head_rows or (
+            self.config.short_head and plan.head_rows in self.costs.short_heads
+        )
+
     def propose(self, bucket: int, plans: Iterable[Plan]) -> None:
         """Candidates of another generator, or those that were solved for earlier."""
         known = self._shortlists.get(bucket, ())
         self._shortlists[bucket] = tuple(dict.fromkeys((*known, *plans)))
+
+    @property
+    def most_head_rows(self) -> int:
+        """Of the candidates' short heads the longest one; 0 without any."""
+        known = (*self._judged.values(), *self._shortlists.values())
+        return max((plan.head_rows for plans in known for plan in plans), default=0)
 
     def _nearest(self, bucket: int, plan: Plan) -> int | None:
         known = [b for b, plans in self._judged.items() if plan in plans]
@@ -189,13 +204,18 @@ class PlanBook:
         self, plan: Plan, context_tokens: int, correction: Correction = NO_CORRECTION
     ) -> Prices:
         """Costs of the model, scaled by real rounds, then by the machine's drift."""
-        costs = self.costs
-        step_ms = correction.step * costs.step_ms(context_tokens)
+        curve = self.verification_ms(context_tokens, correction)
         draft_scale = correction.draft * _typical(self._draft_logs)
-        verify_scale = correction.verify * _typical(self._verify_logs)
-        draft_ms = draft_scale * costs.draft_ms(plan, context_tokens)
-        curve = verification_curve(costs, context_tokens, step_ms, verify_scale, self.config)
-        return Prices(step_ms, draft_ms, curve)
+        draft_ms = draft_scale * self.costs.draft_ms(plan, context_tokens)
+        return Prices(curve[0], draft_ms, curve)
+
+    def verification_ms(
+        self, context_tokens: int, correction: Correction = NO_CORRECTION
+    ) -> tuple[float, ...]:
+        """Prices.verify_ms, which no plan changes."""
+        step_ms = correction.step * self.costs.step_ms(context_tokens)
+        scale = correction.verify * _typical(self._verify_logs)
+        return verification_curve(self.costs, context_tokens, step_ms, scale, self.config)
 
     def estimate(
         self,
@@ -218,7 +238,24 @@ class PlanBook:
             if len(self._estimates) > _MOST_ESTIMATES:
                 self._estimates.clear()
             self._estimates[key] = found
+            self._latest[bucket, plan] = found
         return self._estimates[key]
+
+    def latest_estimate(self, plan: Plan, bucket: int) -> Estimate | None:
+        """The one that was made last for this bucket, at whatever context and prices; None where
+        none was made. Takes no time."""
+        return self._latest.get((bucket, plan))
+
+    def has_estimate(
+        self,
+        plan: Plan,
+        bucket: int,
+        context_tokens: int | None = None,
+        correction: Correction = NO_CORRECTION,
+    ) -> bool:
+        """Whether `estimate` takes no time."""
+        context = self.context(bucket) if context_tokens is None else context_tokens
+        return (self._versions.get(plan, 0), plan, bucket, context, correction) in self._estimates
 
     def _estimate(
         self, plan: Plan, bucket: int, context: int, correction: Correction
@@ -243,7 +280,7 @@ class PlanBook:
         )
 
     def single_agreement(self, plan: Plan) -> float:
-        """Product of what was measured for each sublayer it changes."""
+        """Product of what was measured for each sublayer it changes, and for its head."""
         return self._losses.agreement(plan)
 
     # -- on disk -----------------------------------------------------------------------------------
@@ -294,13 +331,15 @@ class PlanBook:
             shortlist = entry["shortlist"]
             known = data["latency_at"] == self.costs.profile.measured_at
             if known and shortlist is not None:
-                shortlists[b] = tuple(_plan(n, skipped) for skipped in shortlist)
+                plans = (_plan(n, plan) for plan in shortlist)
+                shortlists[b] = tuple(plan for plan in plans if self._may_use(plan))
             for item in entry["judged"]:
                 plan = _plan(n, item["skipped"])
                 windows = tuple(_window(w) for w in item["windows"])
                 if not windows:
                     raise ValueError("a judged plan without text")
-                judged.setdefault(b, {})[plan] = Judgement(plan, windows)
+                if self._may_use(plan):
+                    judged.setdefault(b, {})[plan] = Judgement(plan, windows)
         self._shortlists = {**shortlists, **self._shortlists}
         for b, found in judged.items():
             new = {p: j for p, j in found.items() if (b, p) not in self._learned}
@@ -309,13 +348,15 @@ class PlanBook:
 
 
 def _modes(plan: Plan) -> list[int] | dict[str, list[int]]:
-    """What is skipped; with windows, sublayers by their mode."""
-    if not plan.windowed:
+    """What is skipped; with windows, sublayers by their mode, and with a short head its rows."""
+    if not plan.windowed and not plan.head_rows:
         return list(plan.skipped)
     found: dict[str, list[int]] = {}
     for i, mode in enumerate(plan.modes):
         if mode != FULL:
             found.setdefault(str(mode), []).append(i)
+    if plan.head_rows:
+        found[_HEAD] = [plan.head_rows]
     return found
 
 
@@ -324,12 +365,18 @@ def _plan(n: int, data: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Plan:
     if not isinstance(data, Mapping):
         return Plan.skipping(n, [int(i) for i in data])
     modes: list[Mode] = [FULL] * n
+    head_rows = 0
     for name, indices in data.items():
+        if name == _HEAD:
+            (head_rows,) = (int(rows) for rows in indices)
+            if not 0 < head_rows <= MAX_COUNT:
+                raise ValueError("a head is impossible")
+            continue
         for i in Plan.skipping(n, [int(i) for i in indices]).skipped:
             if modes[i] != FULL:
                 raise ValueError("a sublayer has two modes")
             modes[i] = parse_mode(name)
-    return Plan(tuple(modes))
+    return Plan(tuple(modes), head_rows)
 
 
 def _window(data: Mapping[str, Any]) -> Window:

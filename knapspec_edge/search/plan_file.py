@@ -36,6 +36,7 @@ def save(
         "architecture": architecture,
         "max_tokens": draft.max_tokens,
         "min_probability": draft.min_probability,
+        "head_rows": draft.plan.head_rows,  # 0: all
         "sublayers": [
             {"layer": s.layer, "kind": s.kind.value, "mode": str(mode)}
             for s, mode in zip(sublayers, draft.plan.modes, strict=True)
@@ -124,4 +125,7 @@ def _draft(
         raise TypeError("min_probability is not a number")
     if not 0.0 <= min_probability <= 1.0:
         raise ValueError("min_probability has to be in 0..1")
-    return Draft(Plan(tuple(modes)), max_tokens, float(min_probability))
+    head_rows = data.get("head_rows", 0)  # files of earlier versions have none
+    if isinstance(head_rows, bool) or not isinstance(head_rows, int) or head_rows < 0:
+        raise ValueError("head_rows has to be a whole number of at least 0")
+    return Draft(Plan(tuple(modes), head_rows), max_tokens, float(min_probability))

@@ -23,18 +23,18 @@ from ..latency.fidelity import Fidelity, Text
 from ..latency.profile import LatencyProfile
 from ..latency.profiler import Progress
 from ..latency.rounds import RoundTiming
-from ..latency.store import INVALID, Store
+from ..latency.store import INVALID, MAX_COUNT, Store
 from ..latency.timing import Clock
 from ..records import Draft, Plan, SubLayer, parse_mode
 from .acceptance import Judgement
 from .generators import KNAPSPEC
 from .judged import Alternative, Finalist, Measured, best_length
-from .measurement import measure_all
+from .measurement import by_frequency, measure_all
 from .plan_book import PlanBook
 from .throughput import Window
 
 # Grows when a stored measurement means something else than before.
-_MEASUREMENT = 3
+_MEASUREMENT = 4
 _BOOK = 1
 
 
@@ -205,6 +205,7 @@ def measurement_key(
         "policy": policy,
         "context": min(backend.n_ctx, most),
         "verify": min(backend.max_verify_tokens, config.measure_verify_max),
+        "heads": list(backend.head_sizes) if config.short_head else [],
         "calibration": hashlib.sha256(text.encode()).hexdigest()[:16],
         "windows": list(config.window_tokens),
     }
@@ -288,10 +289,12 @@ def _reason(best: Alternative, on: bool, n_sublayers: int, config: Config) -> st
     if on:
         plan = best.draft.plan
         changes = []
-        if plan.skipped or not plan.windowed:
+        if plan.skipped or not (plan.windowed or plan.head_rows):
             changes.append(f"without {len(plan.skipped)} of {n_sublayers} sublayers")
         if plan.windowed:
             changes.append(f"with {len(plan.windowed)} of {n_sublayers} sublayers windowed")
+        if plan.head_rows:
+            changes.append(f"with {plan.head_rows:,} rows of the head")
         return f"on: a draft {' and '.join(changes)} {figures}"
     if best.predicted_ratio > 1.0:
         return f"off: the best draft {figures}, less than the {1.0 + config.plan_margin:.2f}x asked"
@@ -324,6 +327,7 @@ def _to_json(measured: Measured, finalists: Sequence[Finalist]) -> dict[str, Any
         "finalists": [
             {
                 "modes": [str(m) for m in f.judgement.plan.modes],
+                "head_rows": f.judgement.plan.head_rows,
                 "windows": [
                     {"agree": [int(a) for a in w.agree], "probability": list(w.probability)}
                     for w in f.judgement.windows
@@ -342,12 +346,12 @@ def _from_json(data: dict[str, Any], n_sublayers: int) -> tuple[Text, Fidelity, 
     fidelity = Fidelity.from_json(data["fidelity"], n_sublayers)
     finalists = []
     for entry in data["finalists"]:
-        plan = Plan(tuple(parse_mode(m) for m in entry["modes"]))
+        plan = Plan(tuple(parse_mode(m) for m in entry["modes"]), int(entry["head_rows"]))
         windows = tuple(
             Window(tuple(bool(a) for a in w["agree"]), tuple(float(p) for p in w["probability"]))
             for w in entry["windows"]
         )
-        if len(plan.modes) != n_sublayers or not windows:
+        if len(plan.modes) != n_sublayers or not windows or not 0 <= plan.head_rows <= MAX_COUNT:
             raise ValueError("a stored plan does not fit")
         if any(not w.agree or len(w.agree) != len(w.probability) for w in windows):
             raise ValueError("a stored window is not one")
@@ -390,6 +394,10 @@ def open_book(
             book.add_timing(plan, measured.context_tokens, finalist.timing)
     book.changed = False  # kept with the decision already
     book.solve_ahead()
+    if book.most_head_rows:
+        # before any text that drafts are judged on; what the model said is to be in it
+        backend.suggest_head(by_frequency([*measured.text.window, *measured.text.prompt]))
+        backend.prepare_head(book.most_head_rows)
     return book
 
 

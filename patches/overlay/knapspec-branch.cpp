@@ -528,7 +528,7 @@ int32_t knapspec_context::branching::head(int32_t n_branches, const float * stat
             float margin = 0.0f;
             const size_t row = (size_t) done*n_tokens + i;
             ret = owner.sampler.pick(
-                    logits.data() + (size_t) i*n_vocab, n_vocab, greedy, 0, nullptr, 0, &tokens_out[row], &probs_out[row], &margin);
+                    { logits.data() + (size_t) i*n_vocab, n_vocab }, greedy, 0, nullptr, 0, &tokens_out[row], &probs_out[row], &margin);
         }
         if (ret != KNAPSPEC_OK) {
             return ret;

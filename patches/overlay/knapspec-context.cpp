@@ -13,7 +13,9 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cmath>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -21,6 +23,10 @@ namespace {
 
 // Wider batches are prompt processing: built once per prompt slice, not worth a scheduler of their own.
 constexpr uint32_t MAX_KEPT_TOKENS = 64;
+
+// Tokens whose updates make a mean worth adding, and those that it remembers.
+constexpr int64_t REPAIR_LEAST_TOKENS  = 8;
+constexpr int64_t REPAIR_MEMORY_TOKENS = 64;
 
 std::atomic<knapspec_context *> sigint_target{ nullptr };
 
@@ -122,6 +128,8 @@ std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32
     slot->n_tokens  = n_tokens;
     slot->n_outputs = n_outputs;
     slot->capturing = capturing;
+    slot->repaired  = repairs();
+    slot->n_head    = head_now();
     slot->sched.reset(ggml_backend_sched_new(
             ctx.backend_ptrs.data(), ctx.backend_buft.data(), ctx.backend_ptrs.size(),
             ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
@@ -130,7 +138,8 @@ std::unique_ptr<knapspec_context::graph_slot> knapspec_context::make_slot(uint32
 
 knapspec_context::graph_slot & knapspec_context::slot_for(uint32_t n_tokens, uint32_t n_outputs) {
     const auto serves = [&](const graph_slot & slot) {
-        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.capturing == capturing && slot.plan == plan;
+        return slot.n_tokens == n_tokens && slot.n_outputs == n_outputs && slot.capturing == capturing && slot.repaired == repairs() &&
+               slot.n_head == head_now() && slot.plan == plan;
     };
     if (is_beside) {
         if (!aside || !serves(*aside)) {
@@ -162,7 +171,7 @@ void knapspec_context::before_graph(const llama_ubatch & ubatch) {
     // as before. Two plans that skip equally much break that trust, so a pruned graph always has a scheduler of its own.
     // Single steps of the full model stay with the context's own, so that plain decoding is upstream's in every respect,
     // as do prompts, parallel pipelines and samplers inside the graph.
-    const bool keep = !plan.empty() || is_beside || capturing || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
+    const bool keep = !plan.empty() || head_now() > 0 || is_beside || capturing || (n_keep > 0 && ubatch.n_tokens > 1 && ubatch.n_tokens <= MAX_KEPT_TOKENS &&
                                         !ctx.cparams.pipeline_parallel && ctx.sampling.samplers.empty());
     if (keep) {
         graph_slot & slot = slot_for(ubatch.n_tokens, ctx.n_outputs);
@@ -180,7 +189,7 @@ void knapspec_context::before_graph(const llama_ubatch & ubatch) {
 }
 
 bool knapspec_context::after_build(llm_graph_result & res) {
-    if (!plan.empty() || capturing) {
+    if (!plan.empty() || head_now() > 0 || capturing) {
         std::string reason;
         const auto items = knapspec_find_sublayers(res, reason);
         bool same = items.size() == found.size();
@@ -191,19 +200,34 @@ bool knapspec_context::after_build(llm_graph_result & res) {
             LLAMA_LOG_ERROR("%s: the plan has %zu sublayers, this graph %zu %s\n", __func__, found.size(), items.size(), reason.c_str());
             return false;
         }
-        if (!plan.empty()) {
+        if (head_now() > 0) {
+            const knapspec_output output = knapspec_find_output(res, reason);
+            if (!output.product || output.product->src[0] != head_weight) {
+                LLAMA_LOG_ERROR("%s: the logits are made otherwise than before %s\n", __func__, reason.c_str());
+                return false;
+            }
+            knapspec_shorten_output(res, output, head->rows(res.get_ctx(), n_head));
+        }
+        if (!plan.empty() || head_now() > 0) {
             // beside the text tokens stand at many places, and behind cells that are not theirs
-            const auto replaced = windowing::apply(res, items, plan, !is_beside);
-            if (!knapspec_prune(res, items, plan.modes, replaced, reason)) {
+            const auto replaced = plan.empty() ? std::vector<const ggml_tensor *>() : windowing::apply(res, items, plan, !is_beside);
+            const auto modes    = plan.empty() ? std::vector<int32_t>(items.size(), KNAPSPEC_MODE_FULL) : plan.modes;
+            static const std::vector<ggml_tensor *> none;
+            if (!knapspec_prune(res, items, modes, replaced, repairs() ? repair.vectors : none, reason)) {
                 LLAMA_LOG_ERROR("%s: %s\n", __func__, reason.c_str());
                 return false;
             }
+        }
+        if (head_now() > 0) {
+            // llama.cpp would copy whole rows
+            current->logits = res.t_logits;
+            res.t_logits    = nullptr;
         }
         if (capturing) {
             auto & captured = current->captured;
             captured.clear();
             for (size_t i = 0; i < items.size(); ++i) {
-                const bool skipped = !plan.empty() && plan.modes[i] == KNAPSPEC_MODE_SKIP;
+                const bool skipped = !plan.empty() && plan.modes[i] == KNAPSPEC_MODE_SKIP && !(repairs() && repair.vectors[i]);
                 // what stands for a skipped addition: the one before it, where nothing but rows lies in between
                 ggml_tensor * t = !skipped ? items[i].add : i > 0 ? captured[i - 1] : items[i].residual;
                 ggml_set_output(t);
@@ -253,10 +277,12 @@ void knapspec_context::analyse() {
         why_not = "its graph could not be built for inspection";
         found.clear();
         found_traits.clear();
+        repair.repairable.clear();
         found_window_refusals.clear();
     }
     if (found.empty()) {
-        why_no_branches = why_not.empty() ? "its sublayers are not recognised" : why_not;
+        why_no_branches = why_no_head = why_not.empty() ? "its sublayers are not recognised" : why_not;
+        head_weight = nullptr;
     }
 }
 
@@ -270,10 +296,17 @@ void knapspec_context::before_split(const llm_graph_result & res) {
     for (const knapspec_item & item : items) {
         found.push_back(item.info);
         found_traits.push_back(item.traits);
+        repair.repairable.push_back(knapspec_repairable(items, repair.repairable.size()));
         found_window_refusals.push_back(windowing::refusal(res, item));
         n_stream = item.add->ne[0];
     }
     why_no_branches = find_branch_refusal(res, items);
+    const knapspec_output output = knapspec_find_output(res, why_no_head);
+    if (output.product && output.product->src[0]->ne[1] != (int64_t) ctx.get_model().vocab.n_tokens()) {
+        why_no_head = std::string(output.product->src[0]->name) + " is not one row per token";
+    } else if (output.product) {
+        head_weight = output.product->src[0];
+    }
 }
 
 const std::vector<knapspec_traits> & knapspec_context::traits() {
@@ -334,22 +367,23 @@ int32_t knapspec_context::capture(bool enable) {
 }
 
 int32_t knapspec_context::captured(float * out, int32_t n_tokens) {
-    const graph_slot * slot = current;
-    const int64_t size = (int64_t) n_stream*n_tokens;
-    bool valid = slot && slot->capturing && slot->captured.size() == found.size() && (int32_t) slot->n_tokens == n_tokens;
-    for (size_t i = 0; valid && i < slot->captured.size(); ++i) {
-        const ggml_tensor * t = slot->captured[i];
-        valid = t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && ggml_nelements(t) == size;
-    }
-    if (!valid) {
+    if (!has_captured(n_tokens)) {
         LLAMA_LOG_ERROR("%s: the latest pass kept no states of %d tokens\n", __func__, n_tokens);
         return KNAPSPEC_BAD_ARGUMENT;
     }
     ctx.synchronize();
-    for (size_t i = 0; i < slot->captured.size(); ++i) {
-        ggml_backend_tensor_get(slot->captured[i], out + i*size, 0, size*sizeof(float));
+    const int64_t size = (int64_t) n_stream*n_tokens;
+    for (size_t i = 0; i < current->captured.size(); ++i) {
+        ggml_backend_tensor_get(current->captured[i], out + i*size, 0, size*sizeof(float));
     }
     return KNAPSPEC_OK;
+}
+
+bool knapspec_context::has_captured(int32_t n_tokens) const {
+    return current && current->capturing && current->captured.size() == found.size() && (int32_t) current->n_tokens == n_tokens &&
+           std::all_of(current->captured.begin(), current->captured.end(), [&](const ggml_tensor * t) {
+               return t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) && ggml_nelements(t) == (int64_t) n_stream*n_tokens;
+           });
 }
 
 int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n, const knapspec_window * windows) {
@@ -383,6 +417,163 @@ int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n, const knaps
     }
     const bool full = std::all_of(modes, modes + n, [](int32_t mode) { return mode == KNAPSPEC_MODE_FULL; });
     plan = full ? knapspec_plan() : std::move(wanted);
+    return KNAPSPEC_OK;
+}
+
+//
+// repair
+//
+
+bool knapspec_context::repairs() const {
+    return !plan.empty() && repair.interval > 0 && repair.n_tokens >= REPAIR_LEAST_TOKENS;
+}
+
+void knapspec_context::set_repair(int32_t interval) {
+    analyse();
+    repair.interval = found.empty() ? 0 : std::max(0, interval);
+    repair.n_passes = 0;
+    repair.n_tokens = 0;
+    repair.means.assign(found.size()*n_stream, 0.0f);
+    if (repair.interval > 0 && repair.vectors.empty() && !make_repairs()) {
+        LLAMA_LOG_ERROR("%s: there is no memory for the vectors\n", __func__);
+        repair.interval = 0;
+        repair.vectors.clear();
+    }
+}
+
+bool knapspec_context::make_repairs() {
+    // each beside the weights of its layer
+    std::map<ggml_backend_buffer_type_t, std::vector<size_t>> by_device;
+    for (size_t i = 0; i < found.size(); ++i) {
+        if (repair.repairable[i]) {
+            ggml_backend_dev_t device = ctx.get_model().dev_layer(found[i].layer);
+            by_device[ggml_backend_dev_buffer_type(device)].push_back(i);
+        }
+    }
+    repair.vectors.assign(found.size(), nullptr);
+    for (const auto & [buffer_type, sublayers] : by_device) {
+        ggml_context_ptr tensors(ggml_init({ sublayers.size()*ggml_tensor_overhead(), nullptr, true }));
+        for (size_t i : sublayers) {
+            repair.vectors[i] = ggml_new_tensor_1d(tensors.get(), GGML_TYPE_F32, n_stream);
+            ggml_format_name(repair.vectors[i], "knapspec_repair-%zu", i);
+        }
+        repair.buffers.emplace_back(ggml_backend_alloc_ctx_tensors_from_buft(tensors.get(), buffer_type));
+        repair.contexts.push_back(std::move(tensors));
+        if (!repair.buffers.back()) {
+            return false;
+        }
+        ggml_backend_buffer_set_usage(repair.buffers.back().get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    }
+    return true;
+}
+
+void knapspec_context::learn_repairs(int32_t n_tokens) {
+    if (!has_captured(n_tokens)) {
+        return;
+    }
+    std::vector<float> before(n_stream*n_tokens);
+    std::vector<float> after(before.size());
+    repair.n_tokens += n_tokens;
+    const float weight = (float) n_tokens/std::min<int64_t>(repair.n_tokens, std::max<int64_t>(n_tokens, REPAIR_MEMORY_TOKENS));
+    for (size_t i = 0; i < found.size(); ++i) {
+        ggml_backend_tensor_get(current->captured[i], after.data(), 0, after.size()*sizeof(float));
+        if (repair.vectors[i]) {
+            float * mean = repair.means.data() + i*n_stream;
+            for (int32_t k = 0; k < n_stream; ++k) {
+                float sum = 0.0f;
+                for (int32_t t = 0; t < n_tokens; ++t) {
+                    sum += after[t*n_stream + k] - before[t*n_stream + k];
+                }
+                if (std::isfinite(sum)) {
+                    mean[k] += weight*(sum/n_tokens - mean[k]);
+                }
+            }
+            ggml_backend_tensor_set(repair.vectors[i], mean, 0, n_stream*sizeof(float));
+        }
+        std::swap(before, after);
+    }
+}
+
+int64_t knapspec_context::get_repair(float * out) {
+    if (out) {
+        std::copy(repair.means.begin(), repair.means.end(), out);
+    }
+    return repair.n_tokens;
+}
+
+//
+// short head
+//
+
+const std::string & knapspec_context::head_refusal() {
+    analyse();
+    return why_no_head;
+}
+
+knapspec_head * knapspec_context::short_head() {
+    analyse();
+    if (!head && head_weight) {
+        head = std::make_unique<knapspec_head>(ctx.get_model(), head_weight);
+    }
+    if (!head) {
+        LLAMA_LOG_ERROR("%s: no short head with this model: %s\n", __func__, why_no_head.c_str());
+    }
+    return head.get();
+}
+
+int32_t knapspec_context::reserve_head(int32_t n_rows, const char * path) {
+    knapspec_head * own = short_head();
+    if (!own) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    drop_graphs(); // they may read what is given up here
+    n_head = n_columns = 0;
+    return own->reserve(n_rows, path);
+}
+
+int32_t knapspec_context::set_head(const int32_t * places, const llama_token * tokens, int32_t n) {
+    knapspec_head * own = short_head();
+    if (!own) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    ctx.synchronize();
+    const int32_t ret = own->set(places, tokens, n);
+    if (ret == KNAPSPEC_UNREADABLE) {
+        reserve_head(0, nullptr);
+    }
+    return ret;
+}
+
+int32_t knapspec_context::use_head(int32_t n_rows) {
+    if (n_rows < 0 || (n_rows > 0 && (!head || n_rows > head->n_set()))) {
+        LLAMA_LOG_ERROR("%s: a head of %d rows was asked for, the list has %d\n", __func__, n_rows, head ? head->n_set() : 0);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    n_head = n_rows;
+    return KNAPSPEC_OK;
+}
+
+float * knapspec_context::short_logits(int32_t n_outputs) {
+    ggml_tensor * t = current ? current->logits : nullptr;
+    if (!t || current->n_head != t->ne[0] || n_outputs > t->ne[1] || !ctx.output_swaps.empty()) {
+        LLAMA_LOG_ERROR("%s: the latest pass has not got %d rows of a short head\n", __func__, n_outputs);
+        return nullptr;
+    }
+    if (ggml_backend_buffer_is_host(t->buffer)) {
+        return (float *) t->data;
+    }
+    short_rows.resize(ggml_nelements(t));
+    ggml_backend_tensor_get(t, short_rows.data(), 0, ggml_nbytes(t));
+    return short_rows.data();
+}
+
+int32_t knapspec_context::head_logits(int32_t row, float * out, int32_t n) {
+    float * logits = row >= 0 && row < n_rows && n > 0 && n == n_columns ? short_logits(n_rows) : nullptr;
+    if (!logits) {
+        LLAMA_LOG_ERROR("%s: the latest pass has no row %d of %d logits\n", __func__, row, n);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    memcpy(out, logits + (size_t) row*n, n*sizeof(float));
     return KNAPSPEC_OK;
 }
 
@@ -452,14 +643,29 @@ int32_t knapspec_context::eval(
         LLAMA_LOG_ERROR("%s: %d tokens with %d outputs do not make a batch\n", __func__, n_tokens, n_outputs);
         return KNAPSPEC_BAD_ARGUMENT;
     }
+    if (n_head > 0 && n_tokens > (int32_t) ctx.cparams.n_ubatch) {
+        LLAMA_LOG_ERROR("%s: a short head takes %d tokens at once, not %d\n", __func__, (int32_t) ctx.cparams.n_ubatch, n_tokens);
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
     const llama_batch batch = make_batch(tokens, n_tokens, pos, n_outputs);
-    n_rows = 0;
+    n_rows = n_columns = 0;
+    is_picking = n_outputs > 0;
+    // The states are kept by every pass that may be looked at, so that one graph serves.
+    const bool learns = repair.interval > 0 && plan.empty() && n_head == 0 && !capturing && n_tokens > 1 && n_outputs == n_tokens &&
+                        n_tokens <= (int32_t) std::min(MAX_KEPT_TOKENS, ctx.cparams.n_ubatch);
+    capturing = capturing || learns;
     const int32_t ret = compute(*llama_batch_compat(&ctx, batch).batch_ext);
+    capturing = capturing && !learns;
+    is_picking = false;
     if (ret != KNAPSPEC_OK) {
         return ret;
     }
+    if (learns && repair.n_passes++ % repair.interval == 0) {
+        learn_repairs(n_tokens);
+    }
     set_text(pos, tokens, n_tokens);
-    n_rows = n_outputs;
+    n_rows    = n_outputs;
+    n_columns = n_outputs > 0 ? n_head : 0;
     return pick(pos + n_tokens - n_outputs, 0, n_outputs, sampling, tokens_out, probs_out, margins_out);
 }
 
@@ -504,12 +710,20 @@ int32_t knapspec_context::pick(
         llama_token             * tokens_out,
         float                   * probs_out,
         float                   * margins_out) {
+    if (n_outputs == 0) {
+        return KNAPSPEC_OK;
+    }
     const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
-    float * logits = n_outputs > 0 ? ctx.get_logits() + (size_t) first_row*n_vocab : nullptr;
-    for (int32_t i = 0; i < n_outputs; ++i, logits += n_vocab) {
+    const int32_t n       = n_head > 0 ? n_head : n_vocab;
+    float * logits = n_head > 0 ? short_logits(first_row + n_outputs) : ctx.get_logits();
+    if (!logits) {
+        return KNAPSPEC_BAD_ARGUMENT;
+    }
+    logits += (size_t) first_row*n;
+    for (int32_t i = 0; i < n_outputs; ++i, logits += n) {
         const int64_t position = (int64_t) pos + i + 1;
         const int32_t picked = sampler.pick(
-                logits, n_vocab, sampling, position, text.data(), std::min<size_t>(text.size(), position),
+                n_head > 0 ? head->row(logits, n) : knapspec_row{ logits, n_vocab }, sampling, position, text.data(), std::min<size_t>(text.size(), position),
                 &tokens_out[i], &probs_out[i], &margins_out[i]);
         if (picked != KNAPSPEC_OK) {
             // The first row belongs to the text, the others to what a draft made of it: they may never come to be asked for.
@@ -535,8 +749,8 @@ int32_t knapspec_context::pick(
 
 int32_t knapspec_context::logprobs(
         int32_t row, llama_token token, int32_t n_top, float * logprob_out, llama_token * tokens_out, float * logprobs_out) {
-    if (row < 0 || row >= n_rows) {
-        LLAMA_LOG_ERROR("%s: the latest pass has %d rows, not row %d\n", __func__, n_rows, row);
+    if (row < 0 || row >= n_rows || n_columns > 0) {
+        LLAMA_LOG_ERROR("%s: the latest pass has %d whole rows, not row %d\n", __func__, n_columns > 0 ? 0 : n_rows, row);
         return KNAPSPEC_BAD_ARGUMENT;
     }
     const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
@@ -589,7 +803,7 @@ int32_t knapspec_context::beside(
         return KNAPSPEC_BAD_ARGUMENT;
     }
     ctx.synchronize();
-    n_rows = 0;
+    n_rows = n_columns = 0;
 
     batch_branch.resize(n_blocks);
     batch_pos.clear();
@@ -616,8 +830,9 @@ int32_t knapspec_context::beside(
             batch_pos.data(), batch_n_seq_id.data(), batch_seq_id.data(), batch_logits.data(),
         });
         if (branches().hold(batch)) {
-            is_beside = true;
+            is_beside = is_picking = true;
             ret = compute(batch);
+            is_picking = false;
             if (ret == KNAPSPEC_OK) {
                 ret = pick_beside(tokens, n_blocks, starts, lengths, sampling, tokens_out, probs_out, margins_out);
             }
@@ -628,10 +843,11 @@ int32_t knapspec_context::beside(
     }
     if (ret == KNAPSPEC_OK && expected) {
         const int32_t n_vocab = ctx.get_model().vocab.n_tokens();
-        const float * logits  = ctx.get_logits();
-        for (int32_t i = 0; i < (int32_t) n_tokens; ++i, logits += n_vocab) {
+        float * logits = n_head > 0 ? short_logits(n_tokens) : ctx.get_logits();
+        for (int32_t i = 0; i < (int32_t) n_tokens; ++i, logits += n_head > 0 ? n_head : n_vocab) {
             if (tokens_out[i] != expected[i] && tokens_out[i] >= 0) {
-                margins_out[i] = logits[expected[i]] - logits[tokens_out[i]];
+                const knapspec_row row = n_head > 0 ? head->row(logits, n_head) : knapspec_row{ logits, n_vocab };
+                margins_out[i] = row.logit(expected[i]) - row.logit(tokens_out[i]);
             }
         }
     }
@@ -781,6 +997,39 @@ int32_t knapspec_set_plan(llama_context * ctx, const int32_t * modes, int32_t n,
 const char * knapspec_window_refusal(llama_context * ctx, int32_t i) {
     const auto & refusals = knapspec_context::of(ctx).window_refusals();
     return i >= 0 && i < (int32_t) refusals.size() ? refusals[i].c_str() : nullptr;
+}
+
+void knapspec_set_repair(llama_context * ctx, int32_t interval) {
+    knapspec_context::of(ctx).set_repair(interval);
+}
+
+int64_t knapspec_get_repair(llama_context * ctx, float * out) {
+    return knapspec_context::of(ctx).get_repair(out);
+}
+
+const char * knapspec_head_refusal(llama_context * ctx) {
+    return knapspec_context::of(ctx).head_refusal().c_str();
+}
+
+const char * knapspec_head_weight(llama_context * ctx) {
+    knapspec_context & self = knapspec_context::of(ctx);
+    return self.head_refusal().empty() ? self.short_head()->weight()->name : nullptr;
+}
+
+int32_t knapspec_head_reserve(llama_context * ctx, int32_t n_rows, const char * path) {
+    return knapspec_context::of(ctx).reserve_head(n_rows, path);
+}
+
+int32_t knapspec_head_set(llama_context * ctx, const int32_t * places, const llama_token * tokens, int32_t n) {
+    return knapspec_context::of(ctx).set_head(places, tokens, n);
+}
+
+int32_t knapspec_use_head(llama_context * ctx, int32_t n_rows) {
+    return knapspec_context::of(ctx).use_head(n_rows);
+}
+
+int32_t knapspec_head_logits(llama_context * ctx, int32_t row, float * out, int32_t n_rows) {
+    return knapspec_context::of(ctx).head_logits(row, out, n_rows);
 }
 
 void knapspec_keep_graphs(llama_context * ctx, int32_t n) {

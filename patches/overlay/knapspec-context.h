@@ -3,6 +3,7 @@
 
 #include "knapspec.h"
 #include "knapspec-graph.h"
+#include "knapspec-head.h"
 #include "knapspec-sampling.h"
 
 #include "llama-graph.h"
@@ -58,6 +59,14 @@ public:
     int32_t set_plan(const int32_t * modes, int32_t n, const knapspec_window * windows);
     void    keep_graphs(int32_t n);
 
+    // the short head; nullptr, with a reason, where there can be none
+    knapspec_head * short_head();
+    const std::string & head_refusal();
+    int32_t reserve_head(int32_t n_rows, const char * path);
+    int32_t set_head(const int32_t * places, const llama_token * tokens, int32_t n);
+    int32_t use_head(int32_t n_rows);
+    int32_t head_logits(int32_t row, float * out, int32_t n_rows);
+
     int32_t eval(
             const llama_token       * tokens,
             int32_t                   n_tokens,
@@ -88,6 +97,10 @@ public:
     int32_t captured(float * out, int32_t n_tokens);
     int32_t n_hidden();
 
+    // Add the mean of what a skipped sublayer added to the latest tokens; learned in every interval-th verification. 0: off.
+    void    set_repair(int32_t interval);
+    int64_t get_repair(float * out);
+
     class windowing; // knapspec-window.h
     class branching; // knapspec-branch.h
     branching & branches();
@@ -101,6 +114,7 @@ private:
     llama_context & ctx;
 
     knapspec_plan plan;
+    int32_t       n_head = 0; // rows of the short head; 0: the full one
 
     bool                                analysed  = false;
     bool                                analysing = false;
@@ -112,6 +126,9 @@ private:
     int32_t                             n_stream = 0; // width of the residual stream
     std::string                         why_not;
     std::string                         why_no_branches;
+    std::string                         why_no_head;
+    const ggml_tensor *                 head_weight = nullptr;
+    std::unique_ptr<knapspec_head>      head;
 
     // One scheduler holds one allocated graph, so a kept graph has a scheduler of its own. While a slot is current it has
     // swapped places with the context's own scheduler, which then lives in the slot.
@@ -120,8 +137,11 @@ private:
         uint32_t             n_tokens  = 0;
         uint32_t             n_outputs = 0;
         bool                 capturing = false;
+        bool                 repaired  = false; // skipped sublayers have their mean added
+        int32_t              n_head    = 0;
 
         std::vector<ggml_tensor *> captured; // one per sublayer
+        ggml_tensor *              logits = nullptr; // of a short head
 
         uint64_t             last_used = 0;
         int64_t              n_nodes = 0;
@@ -147,13 +167,29 @@ private:
     std::atomic<bool> interrupted{ false };
     bool              callback_set = false;
     bool              is_beside    = false; // the pass that runs is one beside sequence 0
+    bool              is_picking   = false; // it is one of ours, which may have a short head
     bool              capturing    = false;
+
+    struct {
+        int32_t interval = 0;  // 0: off
+        int64_t n_passes = 0;  // that could be looked at
+        int64_t n_tokens = 0;  // seen
+
+        std::vector<float>         means;   // [sublayer][hidden]
+        std::vector<ggml_tensor *> vectors; // their copies beside the weights, one per sublayer; NULL: not repaired
+
+        std::vector<ggml_context_ptr>        contexts;
+        std::vector<ggml_backend_buffer_ptr> buffers;
+        std::vector<uint8_t>                 repairable; // by sublayer
+    } repair;
 
     std::unique_ptr<branching> branched;
 
     knapspec_sampler         sampler;
     std::vector<llama_token> text; // of sequence 0 by position, as far as it came through eval; -1: unknown
     int32_t                  n_rows = 0; // of logits of the latest pass
+    int32_t                  n_columns = 0; // logits of such a row, where a short head made them
+    std::vector<float>       short_rows; // of the latest pass, where the device's memory is not ours
 
     std::vector<llama_token>    batch_tokens; // of cells that are filled without computing
     std::vector<llama_pos>      batch_pos;
@@ -172,6 +208,15 @@ private:
     bool fork(llama_seq_id branch, llama_pos start);
 
     std::string find_branch_refusal(const llm_graph_result & res, const std::vector<knapspec_item> & items) const;
+
+    bool has_captured(int32_t n_tokens) const; // whether the latest pass kept the states of so many tokens
+    bool repairs() const; // whether passes under a plan are repaired
+    bool make_repairs();  // the vectors; false: there is no memory for them
+    void learn_repairs(int32_t n_tokens); // from the states that the latest pass kept
+
+    int32_t head_now() const { return is_picking ? n_head : 0; }
+    // the rows of the latest pass under a short head, [row][n_head]; nullptr, with a line in the log, if they are not there
+    float * short_logits(int32_t n_outputs);
 
     void    watch_interrupt();
     int32_t compute(const llama_batch_ext & batch);

@@ -473,6 +473,65 @@ int64_t knapspec_learned_positions(const llm_graph_result & res) {
     return n;
 }
 
+bool knapspec_repairable(const std::vector<knapspec_item> & items, size_t i) {
+    if (i == 0) {
+        return false; // the stream before it is the embedding, which no pass keeps
+    }
+    const ggml_tensor * add = items[i].add;
+    return add->op == GGML_OP_ADD && (add->src[0] == items[i].residual || add->src[1] == items[i].residual) &&
+           add->type == GGML_TYPE_F32 && items[i].residual->type == GGML_TYPE_F32 &&
+           ggml_are_same_shape(add, items[i].residual) && strip(items[i].residual) == items[i - 1].add;
+}
+
+knapspec_output knapspec_find_output(const llm_graph_result & res, std::string & reason) {
+    knapspec_output output;
+    ggml_tensor * t = res.t_logits;
+    if (!t) {
+        reason = "the graph has no logits";
+        return {};
+    }
+    for (; t->op == GGML_OP_SCALE || t->op == GGML_OP_UNARY; t = t->src[0]) {
+        if (t->view_src) {
+            reason = "its logits are changed in place";
+            return {};
+        }
+        output.after.push_back(t);
+    }
+    const ggml_tensor * w = t->src[0];
+    if (t->op != GGML_OP_MUL_MAT || !w || w->op != GGML_OP_NONE || !w->buffer || layer_of_weight(w) >= 0) {
+        const ggml_tensor * other = nullptr;
+        for (int k = 0; k < GGML_MAX_SRC && !other; ++k) {
+            other = t->src[k] && t->src[k]->op == GGML_OP_NONE ? t->src[k] : nullptr;
+        }
+        reason = std::string("its logits are made by ") + ggml_op_name(t->op) + (other ? std::string(" with ") + other->name : "");
+        return {};
+    }
+    if (w->ne[2] != 1 || w->ne[3] != 1 || t->ne[2] != 1 || t->ne[3] != 1 || !ggml_is_contiguous(w) || t->ne[0] != res.t_logits->ne[0]) {
+        reason = std::string(w->name) + " is not one row per token";
+        return {};
+    }
+    output.product = t;
+    return output;
+}
+
+void knapspec_shorten_output(llm_graph_result & res, const knapspec_output & output, ggml_tensor * rows) {
+    ggml_context * ctx = res.get_ctx();
+    ggml_tensor * t = ggml_mul_mat(ctx, rows, output.product->src[1]);
+    memcpy(t->op_params, output.product->op_params, sizeof(t->op_params));
+    for (size_t i = output.after.size(); i-- > 0;) {
+        const ggml_tensor * former = output.after[i];
+        ggml_tensor * next = ggml_dup_tensor(ctx, t);
+        next->op     = former->op;
+        next->src[0] = t;
+        memcpy(next->op_params, former->op_params, sizeof(next->op_params));
+        t = next;
+    }
+    res.t_logits->flags &= ~GGML_TENSOR_FLAG_OUTPUT;
+    res.t_logits = t;
+    ggml_set_output(t);
+    ggml_build_forward_expand(res.gf, t);
+}
+
 ggml_tensor * knapspec_mask_of(const ggml_tensor * attention) {
     return attention->src[attention->op == GGML_OP_FLASH_ATTN_EXT ? 3 : 1];
 }
@@ -489,13 +548,18 @@ bool knapspec_prune(
         const std::vector<knapspec_item>       & items,
         const std::vector<int32_t>             & modes,
         const std::vector<const ggml_tensor *> & replaced,
+        const std::vector<ggml_tensor *>       & repairs,
         std::string                            & reason) {
     ggml_cgraph * gf = res.gf;
 
     // from a skipped addition to what stands for it; a chain of skips resolves to the first residual kept
     std::unordered_map<const ggml_tensor *, ggml_tensor *> stand_in;
     for (size_t i = 0; i < items.size(); ++i) {
-        if (modes[i] == KNAPSPEC_MODE_SKIP) {
+        if (modes[i] == KNAPSPEC_MODE_SKIP && i < repairs.size() && repairs[i] && knapspec_repairable(items, i)) {
+            // the operand that is repeated for every token comes second
+            items[i].add->src[0] = items[i].residual;
+            items[i].add->src[1] = repairs[i];
+        } else if (modes[i] == KNAPSPEC_MODE_SKIP) {
             auto it = stand_in.find(items[i].residual);
             stand_in[items[i].add] = it == stand_in.end() ? items[i].residual : it->second;
         }

@@ -81,6 +81,15 @@ void noise_block(uint64_t key, int32_t token, float * out, int n) {
     }
 }
 
+// the same for these tokens
+KNAPSPEC_CLONES
+void noise_block(uint64_t key, const llama_token * tokens, float * out, int n) {
+    for (int i = 0; i < n; ++i) {
+        const uint64_t z = mix(key + GOLDEN*(uint64_t) (tokens[i] + 1));
+        out[i] = (float) (int32_t) (z >> 40) * 0x1.0p-24f;
+    }
+}
+
 // hit[k]: whether any of the tokens k*LANES .. may arrive before `time`, given the bounds of noise_block; n is a multiple of
 // LANES. Returns how many parts are hit.
 KNAPSPEC_CLONES
@@ -311,30 +320,37 @@ bool knapspec_sampler::filters(const knapspec_sampling & s) const {
 // logits
 //
 
+void knapspec_sampler::begin(const knapspec_row & logits) {
+    given = logits;
+    row   = logits.logits;
+    n_row = logits.n;
+}
+
 void knapspec_sampler::change(float * logits, const knapspec_sampling & s, const llama_token * text, size_t n_text) {
     edits.clear();
     for (int32_t i = 0; i < s.n_bias; ++i) {
-        const llama_token token = s.bias[i].token;
-        if (token >= 0 && token < n_row) {
-            edits.push_back({ token, logits[token] });
-            logits[token] += s.bias[i].bias;
+        const int32_t place = given.place_of(s.bias[i].token);
+        if (place >= 0) {
+            edits.push_back({ place, logits[place] });
+            logits[place] += s.bias[i].bias;
         }
     }
     if (!penalises(s)) {
         return;
     }
     const size_t n = s.penalty_last_n < 0 ? n_text : std::min<size_t>(n_text, s.penalty_last_n);
-    counts.resize(std::max<size_t>(counts.size(), n_row));
+    counts.resize(std::max<size_t>(counts.size(), given.n_vocab));
     window.clear();
     for (size_t i = n_text - n; i < n_text; ++i) {
         const llama_token token = text[i];
-        if (token >= 0 && token < n_row && counts[token]++ == 0) {
+        if (given.place_of(token) >= 0 && counts[token]++ == 0) {
             window.push_back(token);
         }
     }
     for (const llama_token token : window) {
-        float & logit = logits[token];
-        edits.push_back({ token, logit });
+        const int32_t place = given.place_of(token);
+        float & logit = logits[place];
+        edits.push_back({ place, logit });
         // division alone would make negative logits more probable
         logit = logit <= 0.0f ? logit*s.repeat_penalty : logit/s.repeat_penalty;
         logit -= (float) counts[token]*s.frequency_penalty + s.presence_penalty;
@@ -376,7 +392,7 @@ void knapspec_sampler::gather(float low, float high, candidates & out) const {
         const int32_t end   = std::min(begin + SPAN, n_row);
         for (int32_t i = begin; i < end; i += LANES) {
             if (row[i] >= low && row[i] <= high && row[i] > LOWEST) {
-                out.push_back({ row[i], i, 0.0f, 0.0f });
+                out.push_back({ row[i], id_at(i), 0.0f, 0.0f });
             }
         }
     }
@@ -555,7 +571,7 @@ knapspec_sampler::outcome knapspec_sampler::race(const candidates & list, const 
     return { winner->id, (float) (weight/total), (float) (second_time - first_time), first_time };
 }
 
-// Calls arrive(token) for the tokens from `floor` up to `best` that may arrive before time(), which is on the scale of `best`:
+// Calls arrive(token, logit) for the tokens from `floor` up to `best` that may arrive before time(), which is on the scale of `best`:
 // since -log(u) >= 1 - u, a token whose 1 - u is not below the time it has to beat needs no logarithm. The likely ones, which
 // are the most probable of the row, go first, so that there is a time to beat. Returns the weight of all.
 template <typename time_to_beat, typename arrival>
@@ -563,7 +579,7 @@ double knapspec_sampler::arrivals(
         const candidates & likely, float best, float floor, const time_to_beat & time, const arrival & arrive) const {
     for (const candidate & c : likely) {
         if (c.logit <= best && c.logit >= floor) {
-            arrive(c.id);
+            arrive(c.id, c.logit);
         }
     }
     const candidate last = *std::max_element(likely.begin(), likely.end(), more_probable);
@@ -583,7 +599,11 @@ double knapspec_sampler::arrivals(
             continue; // none in between
         }
         total += sum;
-        noise_block(noise, begin, early, n);
+        if (given.ids) {
+            noise_block(noise, given.ids + begin, early, n);
+        } else {
+            noise_block(noise, begin, early, n);
+        }
         int padded = n;
         for (; padded % LANES; ++padded) {
             weights[padded] = 0.0f;
@@ -595,11 +615,12 @@ double knapspec_sampler::arrivals(
             continue;
         }
         for (int j = 0; j < n; ++j) {
-            const llama_token i = begin + j;
+            const float       logit = row[begin + j];
+            const llama_token id    = id_at(begin + j);
             if (!hit[j/LANES]) {
                 j += LANES - 1;
-            } else if (early[j] < limit*weights[j] && more_probable(last, { row[i], i, 0.0f, 0.0f })) {
-                arrive(i);
+            } else if (early[j] < limit*weights[j] && more_probable(last, { logit, id, 0.0f, 0.0f })) {
+                arrive(id, logit);
             }
         }
     }
@@ -611,21 +632,23 @@ knapspec_sampler::outcome knapspec_sampler::race_row(float best, float floor) {
     const double infinity = std::numeric_limits<double>::infinity();
     const auto weight = [&](float x) { return std::exp(((double) x - best)*draw_inverse); };
     double  first_time = infinity, second_time = infinity;
-    int32_t winner = 0;
+    llama_token winner = 0;
+    float       winning = best; // its logit
     most_probable(N_LIKELY, kept);
-    const double total = arrivals(kept, best, floor, [&] { return second_time; }, [&](llama_token i) {
-        const double time = -std::log1p(-one_minus_uniform(noise, i)) / weight(row[i]);
+    const double total = arrivals(kept, best, floor, [&] { return second_time; }, [&](llama_token id, float logit) {
+        const double time = -std::log1p(-one_minus_uniform(noise, id)) / weight(logit);
         if (time < first_time) {
             second_time = first_time;
             first_time  = time;
-            winner      = i;
+            winner      = id;
+            winning     = logit;
         } else if (time < second_time) {
             second_time = time;
         }
     });
     const float margin = std::isfinite(second_time) ? (float) std::log(second_time/first_time)
                                                     : std::numeric_limits<float>::infinity();
-    return { winner, (float) (weight(row[winner])/total), margin, std::log(first_time) };
+    return { winner, (float) (weight(winning)/total), margin, std::log(first_time) };
 }
 
 //
@@ -649,11 +672,12 @@ void knapspec_sampler::keep_allowed(knapspec_grammar & grammar, candidates & lis
 }
 
 void knapspec_sampler::gather_allowed(knapspec_grammar & grammar, candidates & out) {
-    grammar.likely(n_row, ids);
+    grammar.likely(given.n_vocab, ids);
     out.clear();
     for (const llama_token id : ids) {
-        if (row[id] > LOWEST) {
-            out.push_back({ row[id], id, 0.0f, 0.0f });
+        const int32_t place = given.place_of(id);
+        if (place >= 0 && row[place] > LOWEST) {
+            out.push_back({ row[place], id, 0.0f, 0.0f });
         }
     }
     keep_allowed(grammar, out);
@@ -706,9 +730,9 @@ bool knapspec_sampler::first_allowed(
     const double start = before.log_time + ((double) best_allowed - best)*draw_inverse;
     std::vector<arrival> arrived; // a heap, the latest on top
     double latest = std::numeric_limits<double>::infinity(); // to be beaten, not as a logarithm
-    const double total = arrivals(kept, best_allowed, lower, [&] { return latest; }, [&](llama_token i) {
-        double time = log_time(noise, i, row[i], best_allowed, draw_inverse);
-        if (row[i] < floor) {
+    const double total = arrivals(kept, best_allowed, lower, [&] { return latest; }, [&](llama_token id, float logit) {
+        double time = log_time(noise, id, logit, best_allowed, draw_inverse);
+        if (logit < floor) {
             time = log_add(start, time);
         }
         if (arrived.size() == N_FIRST) {
@@ -718,7 +742,7 @@ bool knapspec_sampler::first_allowed(
             std::pop_heap(arrived.begin(), arrived.end(), earlier);
             arrived.pop_back();
         }
-        arrived.push_back({ time, i });
+        arrived.push_back({ time, id });
         std::push_heap(arrived.begin(), arrived.end(), earlier);
         if (arrived.size() == N_FIRST) {
             latest = std::exp(arrived.front().time);
@@ -737,7 +761,7 @@ bool knapspec_sampler::first_allowed(
     }
     const size_t next = std::find(fits + at + 1, fits + arrived.size(), true) - fits;
     out.token    = ids[at];
-    out.prob     = share_of_allowed(kept, allowed, best_allowed, lower, total, row[ids[at]]);
+    out.prob     = share_of_allowed(kept, allowed, best_allowed, lower, total, given.logit(ids[at]));
     out.log_time = arrived[at].time;
     out.margin   = next < arrived.size() ? (float) (arrived[next].time - arrived[at].time) : std::numeric_limits<float>::infinity();
     return true;
@@ -805,8 +829,7 @@ int32_t knapspec_sampler::again(
 }
 
 int32_t knapspec_sampler::pick(
-        float                   * logits,
-        int32_t                   n_vocab,
+        const knapspec_row      & logits_of,
         const knapspec_sampling & s,
         int64_t                   position,
         const llama_token       * text,
@@ -814,8 +837,8 @@ int32_t knapspec_sampler::pick(
         llama_token             * token_out,
         float                   * prob_out,
         float                   * margin_out) {
-    row   = logits;
-    n_row = n_vocab;
+    begin(logits_of);
+    float * logits = given.logits;
     const bool draws = s.temperature > 0.0f;
     // finite also for the smallest temperatures
     const float inverse = draws ? 1.0f/std::fmax(s.temperature, std::numeric_limits<float>::min()) : 1.0f;
@@ -865,11 +888,15 @@ int32_t knapspec_sampler::pick(
             floor = min_p_floor(best, s.min_p);
             found = race_row(best, floor);
         } else {
-            llama_token top = 0;
+            int32_t top = 0;
             while (row[top] != best) {
                 top++;
             }
-            found = argmax_of_row(best, two.second, top);
+            llama_token token = id_at(top);
+            while (given.ids && ++top < n_row) {
+                token = row[top] == best ? std::min(token, given.ids[top]) : token;
+            }
+            found = argmax_of_row(best, two.second, token);
         }
     }
     if (ret == KNAPSPEC_OK && constrained) {
@@ -886,7 +913,7 @@ int32_t knapspec_sampler::pick(
         }
     }
     while (!edits.empty()) { // the latest first: a token may be there twice
-        logits[edits.back().token] = edits.back().logit;
+        logits[edits.back().place] = edits.back().logit;
         edits.pop_back();
     }
     if (ret == KNAPSPEC_OK) {
@@ -898,17 +925,16 @@ int32_t knapspec_sampler::pick(
 }
 
 int32_t knapspec_sampler::logprobs(
-        const float * logits,
-        int32_t       n_vocab,
+        float       * logits,
+        int32_t       n_logits,
         llama_token   token,
         int32_t       n,
         float       * logprob_out,
         llama_token * tokens_out,
         float       * logprobs_out) {
-    row   = logits;
-    n_row = n_vocab;
+    begin({ logits, n_logits });
     const float best = scan();
-    if (!std::isfinite(best) || token < 0 || token >= n_vocab || n < 0) {
+    if (!std::isfinite(best) || token < 0 || token >= n_row || n < 0) {
         return KNAPSPEC_BAD_ARGUMENT;
     }
     const double log_total = std::log(weight_of_row(best, 1.0f));
@@ -939,5 +965,5 @@ extern "C" int32_t knapspec_pick(
     static thread_local std::vector<float> copy;
     copy.assign(logits, logits + n_vocab);
     return sampler.pick(
-            copy.data(), n_vocab, *sampling, position, history, n_history, token_out, prob_out, margin_out);
+            { copy.data(), n_vocab }, *sampling, position, history, n_history, token_out, prob_out, margin_out);
 }

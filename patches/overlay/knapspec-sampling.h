@@ -4,8 +4,29 @@
 
 #include "knapspec.h"
 
+#include <cmath>
 #include <cstddef>
 #include <vector>
+
+// Logits of one place: of all tokens in order, or of some in any order. All others then count as impossible.
+struct knapspec_row {
+    float             * logits;
+    int32_t             n_vocab;
+    int32_t             n      = n_vocab; // logits
+    const llama_token * ids    = nullptr; // by place in the row; nullptr: the place itself
+    const int32_t     * places = nullptr; // by token: its place; outside 0 .. n-1 where it has none
+
+    // -1 where it has none
+    int32_t place_of(llama_token token) const {
+        const int32_t place = token < 0 || token >= n_vocab ? -1 : places ? places[token] : token;
+        return place < n ? place : -1;
+    }
+    // NaN where it has none
+    float logit(llama_token token) const {
+        const int32_t place = place_of(token);
+        return place < 0 ? NAN : logits[place];
+    }
+};
 
 class knapspec_sampler {
 public:
@@ -13,8 +34,7 @@ public:
     // back. KNAPSPEC_OK, or KNAPSPEC_BAD_LOGITS, KNAPSPEC_BAD_ARGUMENT, KNAPSPEC_DEAD_END,
     // KNAPSPEC_COMPLETE.
     int32_t pick(
-            float                   * logits,
-            int32_t                   n_vocab,
+            const knapspec_row      & logits,
             const knapspec_sampling & sampling,
             int64_t                   position,
             const llama_token       * text,
@@ -31,8 +51,8 @@ public:
 
     // The n most probable tokens, best first, and the log-probability of `token`; how many there are.
     int32_t logprobs(
-            const float * logits,
-            int32_t       n_vocab,
+            float       * logits,
+            int32_t       n_logits,
             llama_token   token,
             int32_t       n,
             float       * logprob_out,
@@ -56,12 +76,13 @@ private:
     };
 
     struct edit {
-        llama_token token;
-        float       logit;
+        int32_t place;
+        float   logit;
     };
 
     // one row being picked from
-    const float * row    = nullptr;
+    knapspec_row  given = {};
+    const float * row    = nullptr; // its logits
     int32_t       n_row  = 0;
     uint64_t      noise  = 0; // of the position
     float         filter_inverse = 1.0f; // 1/temperature that filters see
@@ -77,6 +98,9 @@ private:
     candidates               allowed; // by the grammar, of those
     std::vector<llama_token> ids;     // scratch
     std::vector<llama_token> first;   // tokens of the first race, ascending
+
+    llama_token id_at(int32_t place) const { return given.ids ? given.ids[place] : place; }
+    void begin(const knapspec_row & logits);
 
     void change(float * logits, const knapspec_sampling & sampling, const llama_token * text, size_t n_text);
 

@@ -45,6 +45,7 @@ enum knapspec_status {
     KNAPSPEC_BAD_LOGITS   = -11, // a row without any finite logit
     KNAPSPEC_DEAD_END     = -12, // the grammar allows no token
     KNAPSPEC_COMPLETE     = -13, // nor need there be one: the answer is complete, and the vocabulary has no token that says so
+    KNAPSPEC_UNREADABLE   = -14, // weights that can be read neither from memory nor from the model's file
 };
 
 struct knapspec_graph_stats {
@@ -118,6 +119,38 @@ LLAMA_API int32_t knapspec_set_plan(
 // attention can, and stays as it is under a window that holds all it sees. Valid until the context is freed.
 LLAMA_API const char * knapspec_window_refusal(struct llama_context * ctx, int32_t i);
 
+// Repair of skipped sublayers: what a sublayer adds to the residual stream has a mean over the latest tokens, and a draft adds that
+// where it skips the sublayer. The means are learned from passes of the full model over 2 to 64 tokens with logits for all of them, that is from
+// verification; every `interval`-th of those is looked at (1: each). 0, as at first: skipped sublayers add nothing, and
+// what was learned is forgotten. The first sublayer, and those whose
+// addition holds more than the stream and one branch, are not repaired.
+LLAMA_API void    knapspec_set_repair(struct llama_context * ctx, int32_t interval);
+// The vectors in use, [sublayer][hidden], zero where there is none; returns the number of tokens seen, of which drafts take no
+// notice before there are some. `out` may be NULL.
+LLAMA_API int64_t knapspec_get_repair(struct llama_context * ctx, float * out);
+
+// Short head: a list of some of the vocabulary's tokens, whose rows of the output projection are copied as they are into
+// a tensor of its own, on the same device. knapspec_use_head makes following knapspec_eval and knapspec_beside calls multiply the first
+// n_rows of the list alone (0: the whole projection): their picks, and the probabilities of these, are among those tokens, and
+// equal to what a whole row would give if all other logits were -inf. Passes of llama_decode always have whole rows. Neither changing
+// the list nor n_rows takes part in what the cache holds. A pass with a short head may not be longer than n_ubatch.
+//
+// knapspec_head_weight: name of the tensor that holds the projection in the model's file; NULL where logits are no plain product,
+// perhaps scaled or capped, of one: knapspec_head_refusal then says why, it is empty otherwise.
+LLAMA_API const char * knapspec_head_weight (struct llama_context * ctx);
+LLAMA_API const char * knapspec_head_refusal(struct llama_context * ctx);
+// A list of n_rows places, all of them empty; 0 frees the memory. `path`: the model's file (of several, the first), which rows are
+// read from where they cannot be read back because they have been packed. Returns 0, KNAPSPEC_UNREADABLE where they cannot be
+// had, or KNAPSPEC_BAD_ARGUMENT.
+LLAMA_API int32_t knapspec_head_reserve(struct llama_context * ctx, int32_t n_rows, const char * path);
+// places[i] of the list becomes tokens[i], for i below n; no graph is built again. Returns 0, or KNAPSPEC_BAD_ARGUMENT, with
+// the list as it was, for a place or a token that does not exist and for a token that would be there twice.
+LLAMA_API int32_t knapspec_head_set    (struct llama_context * ctx, const int32_t * places, const llama_token * tokens, int32_t n);
+// Returns 0, or KNAPSPEC_BAD_ARGUMENT where one of the first n_rows places is empty.
+LLAMA_API int32_t knapspec_use_head    (struct llama_context * ctx, int32_t n_rows);
+// The n_rows logits of row `row` of the latest pass, which had a head of so many rows. Returns 0 or KNAPSPEC_BAD_ARGUMENT.
+LLAMA_API int32_t knapspec_head_logits (struct llama_context * ctx, int32_t row, float * out, int32_t n_rows);
+
 // Keep up to n allocated graphs alive, one per (plan, tokens, outputs). 0: only llama.cpp's own.
 LLAMA_API void knapspec_keep_graphs(struct llama_context * ctx, int32_t n);
 LLAMA_API void knapspec_get_graph_stats(struct llama_context * ctx, struct knapspec_graph_stats * out);
@@ -141,7 +174,7 @@ LLAMA_API int32_t knapspec_eval(
 // positions starts[i] .., behind the first starts[i] tokens of sequence 0, and sees nothing of the other blocks. One pick
 // per token, block after block. Sequence 0 is left as it is; the context needs kv_unified, and as many free cells as there
 // are tokens. A row without a pick has the token -1. With `expected`, one token per row, a margin is that of the expected token over the best other one, negative
-// where that is picked (greedy only); without, that of the pick. KNAPSPEC_NO_SLOT: no free cells, or a sliding-window cache
+// where that is picked (greedy only), NaN where the short head lacks it; without, that of the pick. KNAPSPEC_NO_SLOT: no free cells, or a sliding-window cache
 // no longer holds the tokens before a block.
 LLAMA_API int32_t knapspec_beside(
         struct llama_context           * ctx,

@@ -15,7 +15,7 @@ from test_policies import last_pair
 
 from knapspec_edge import native, policies
 from knapspec_edge.config import DEFAULTS
-from knapspec_edge.decode.policy import Policy, Proposer
+from knapspec_edge.decode.policy import Policy
 from knapspec_edge.engine import Engine
 from knapspec_edge.errors import ModelError, PlanError, UsageError
 from knapspec_edge.policies.lookup import Proposing
@@ -74,7 +74,7 @@ def generate(engine: Engine, policy: Policy | None, sampling: Sampling) -> tuple
     )
     tokens = [event.token for event in generation]
     if policy is not None:
-        check_stats(generation.stats, proposed=isinstance(policy, Proposer))
+        check_stats(generation.stats)
     return tokens, generation.stats
 
 

@@ -20,6 +20,8 @@ from .tasks import OwnPrompt, parse_contexts, read_prompts
 
 AUTO = "auto"  # the default policy as `--spec auto` has it
 FORCED = "knapspec"  # the same, never turning to plain decoding
+# Those that go by a measurement at each length.
+PLANNED = (AUTO, FORCED, "knapspec-masks")
 DRAFT_MODEL = "draft-model"
 
 ALL = "all"
@@ -78,7 +80,7 @@ class Options:
             # two characters per token is more than most texts take
             longest = max(longest, max(prompt.n_chars for prompt in self.prompts) // 2 + 128)
         most = longest + max(self.max_tokens, self.warmup_tokens) + 1
-        if {AUTO, FORCED} & set(self.policies) and not self.prompts:
+        if set(PLANNED) & set(self.policies) and not self.prompts:
             most = max(most, room_tokens(longest, config, fresh=True))
         return -(-most // 256) * 256  # whole steps of the cache
 

@@ -22,10 +22,10 @@ from uuid import uuid4
 from ... import __version__
 from ...decode.policy import FixedPolicy, Policy
 from ...errors import ContextError, Interrupted, KnapspecError
-from ...policies import describe
+from ...policies import needs_of
 from ..jsonl import Record
 from ..peers import Peer, Source
-from .options import AUTO, FORCED, Options, sampling_json
+from .options import AUTO, FORCED, PLANNED, Options, sampling_json
 from .resume import Key, Rows, missing
 from .rows import PLAIN, Run, Summary, compare, quartiles, summaries, summarize
 from .sides import Answer, digest, draft_json, own_side, peer_side, prefill
@@ -201,7 +201,7 @@ class _Comparison:
         options = self.options
         found = {PLAIN: _Side(PLAIN, partial(self.own, PLAIN, partial(FixedPolicy, None)))}
         for name in options.policies:
-            uses = options.draft_model if "draft model" in needs(name) else None
+            uses = options.draft_model if "draft model" in needs_of(name) else None
             found[name] = _Side(
                 name,
                 partial(self.own, name, partial(self.policy, name)),
@@ -252,11 +252,11 @@ class _Comparison:
     def policy(self, name: str) -> Policy:
         """Raises PlanError, ModelError, UsageError."""
         engine = self.engine
-        if name in (AUTO, FORCED):
+        if name in PLANNED:
             self.measure()
             engine.set_speculation("auto" if name == AUTO else "on", progress=self.stage)
             self.notes.append(f"{name}: {engine.speculation.reason}")
-            if name == FORCED and engine.speculation.draft is not None:
+            if name != AUTO and engine.speculation.draft is not None:
                 self.plans[name] = draft_json(engine, engine.speculation.draft)
             engine.set_speculation("off")
         policy = engine.create_policy(
@@ -294,7 +294,7 @@ class _Comparison:
                 del sides[name]
                 continue
             side.setup_seconds = time.perf_counter() - started
-            if name in (AUTO, FORCED) and self.measured_seconds is not None:
+            if name in PLANNED and self.measured_seconds is not None:
                 # whoever comes second rests on the same measurement
                 side.setup_seconds = max(side.setup_seconds, self.measured_seconds)
         plain = sides[PLAIN]
@@ -391,10 +391,6 @@ class _Comparison:
             complete=complete and not self.failed,
             failed=self.failed,
         )
-
-
-def needs(name: str) -> tuple[str, ...]:
-    return () if name == AUTO else describe(name).needs
 
 
 def key(side: str, prompt: Prompt) -> Key:

@@ -109,7 +109,7 @@ class _Predicted:
                 self.total_ms = None
                 return
             self.total_ms += self._costs.verify_ms(context, times.width)
-            if times.drafted and stats.latest_draft is not None:
+            if times.drafted and not times.proposed and stats.latest_draft is not None:
                 draft_ms = self._costs.draft_ms(stats.latest_draft.plan, context)
                 self.total_ms += times.drafted * draft_ms
 
@@ -122,6 +122,7 @@ def draft_json(engine: Engine, draft: Draft) -> dict[str, Any]:
         "windowed": {
             str(engine.backend.sublayers[i]): str(draft.plan.modes[i]) for i in draft.plan.windowed
         },
+        "head_rows": draft.plan.head_rows,
         "max_tokens": draft.max_tokens,
         "min_probability": draft.min_probability,
     }
