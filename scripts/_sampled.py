@@ -68,7 +68,7 @@ SETTING_WORDS = {
 # Share of the sublayers that a plan leaves out, those that do the least harm first.
 PLAN_SHARES = {"few": 1 / 12, "some": 1 / 6, "many": 1 / 3}
 WINDOW = (4, 16)  # tokens, of the plan "windows": so short that it changes short answers, too
-PLANS = (*PLAN_SHARES, "windows")
+PLANS = (*PLAN_SHARES, "windows", "short-head")
 RANKING_TOKENS = 49  # of an answer, on which harm is counted
 
 
@@ -110,6 +110,8 @@ def plans_by_harm(backend: Backend, prompt: Sequence[int], progress: Progress) -
     able = [traits.can_window for traits in backend.traits]
     if any(able):
         plans["windows"] = Plan(tuple(window if can else FULL for can in able))
+    if backend.head_sizes:
+        plans["short-head"] = replace(plans["few"], head_rows=backend.head_sizes[0])
     return plans
 
 

@@ -71,7 +71,7 @@ Show = Callable[[str, float], None]
 CTX_TOKENS = 1024
 STRICT_MARGIN = 1e-4  # with F32 weights and keys no pick by a wider margin may differ
 # γ of the plans by name: the more is left out, the shorter
-DRAFT_LENGTHS = {"few": 8, "some": 4, "many": 2, "windows": 4}
+DRAFT_LENGTHS = {"few": 8, "some": 4, "many": 2, "windows": 4, "short-head": 4}
 BLOCK_TOKENS = 4  # drafted one after the other where acceptance is counted
 NOISE_WIDTH = 5  # tokens of the passes that show how much batch shapes change a logit
 NOISE_TOKENS = 41

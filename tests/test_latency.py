@@ -518,9 +518,14 @@ class TestCosts:
 
         @dataclass(frozen=True)
         class Kinked(Work):
-            def ms(self, context_tokens: float, width: int = 1) -> float:
+            def ms(
+                self, context_tokens: float, width: int = 1, most_tokens: float = math.inf
+            ) -> float:
                 beyond = max(0.0, context_tokens - 1024.0)
-                return super().ms(context_tokens, width) + 3.0 * self.per_token_ms * beyond
+                return (
+                    super().ms(context_tokens, width, most_tokens)
+                    + 3.0 * self.per_token_ms * beyond
+                )
 
         truth = Truth.alternating(8, Kinked(Kind.ATTENTION, 0.5, 4e-4), mlp())
         grid = [128, 255, 512, 1024, 2048, 4096, 8158]
