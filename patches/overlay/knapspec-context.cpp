@@ -425,7 +425,7 @@ int32_t knapspec_context::set_plan(const int32_t * modes, int32_t n, const knaps
 //
 
 bool knapspec_context::repairs() const {
-    return !plan.empty() && repair.interval > 0 && repair.n_tokens >= REPAIR_LEAST_TOKENS;
+    return !plan.empty() && repair.interval > 0;
 }
 
 void knapspec_context::set_repair(int32_t interval) {
@@ -438,6 +438,12 @@ void knapspec_context::set_repair(int32_t interval) {
         LLAMA_LOG_ERROR("%s: there is no memory for the vectors\n", __func__);
         repair.interval = 0;
         repair.vectors.clear();
+    }
+    // zero until enough is known: so the graph stays the same when it is
+    for (const auto & buffer : repair.buffers) {
+        if (buffer) {
+            ggml_backend_buffer_clear(buffer.get(), 0);
+        }
     }
 }
 
@@ -488,7 +494,9 @@ void knapspec_context::learn_repairs(int32_t n_tokens) {
                     mean[k] += weight*(sum/n_tokens - mean[k]);
                 }
             }
-            ggml_backend_tensor_set(repair.vectors[i], mean, 0, n_stream*sizeof(float));
+            if (repair.n_tokens >= REPAIR_LEAST_TOKENS) {
+                ggml_backend_tensor_set(repair.vectors[i], mean, 0, n_stream*sizeof(float));
+            }
         }
         std::swap(before, after);
     }

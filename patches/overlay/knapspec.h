@@ -125,7 +125,7 @@ LLAMA_API const char * knapspec_window_refusal(struct llama_context * ctx, int32
 // what was learned is forgotten. The first sublayer, and those whose
 // addition holds more than the stream and one branch, are not repaired.
 LLAMA_API void    knapspec_set_repair(struct llama_context * ctx, int32_t interval);
-// The vectors in use, [sublayer][hidden], zero where there is none; returns the number of tokens seen, of which drafts take no
+// The means, [sublayer][hidden], zero where there is none; returns the number of tokens seen, of which drafts take no
 // notice before there are some. `out` may be NULL.
 LLAMA_API int64_t knapspec_get_repair(struct llama_context * ctx, float * out);
 
