@@ -193,6 +193,7 @@ def test_json_of_a_speculated_answer_holds_the_plan(opened: Opened, tmp_path: Pa
     assert data["speculation"]["state"] == "on"
     assert data["speculation"]["plan"] == {
         "reduced": {str(sublayers[1]): "skip"},
+        "head_rows": 0,
         "n_sublayers": len(sublayers),
         "draft_max_tokens": 3,
         "draft_min_probability": 0.25,
