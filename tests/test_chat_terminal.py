@@ -56,6 +56,8 @@ class Chat:
                 "SCRIPTED_CTX": str(ctx),
                 **(environment or {}),
             },
+            # a run of the tests under nohup hands on that it is ignored
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             encoding="utf-8",
             dimensions=(40, 120),
             timeout=WAIT_SECONDS,

@@ -219,7 +219,8 @@ def test_states_with_every_kind_of_attention(
 @pytest.fixture(params=["llama-dense", "gemma3-dense", "qwen3moe-moe", "phi2-dense", "bloom-dense"])
 def context(request: pytest.FixtureRequest, tiny_models: Path, patched_library: Path) -> Any:
     path = tiny_models / f"{request.param}.gguf"
-    with open_model(path) as model, open_context(model, ctx_tokens=256, **EXACT) as opened:
+    settings: dict[str, Any] = {"ctx_tokens": 256, "repair_interval": 0, **EXACT}
+    with open_model(path) as model, open_context(model, **settings) as opened:
         yield opened
 
 
