@@ -868,7 +868,7 @@ class Engine(Closing):
                     calibration_tokens(self.vocabulary, self._template),
                     self.config,
                     self._store(),
-                    None if progress is None else lambda share: progress("measure", share),
+                    _measuring(progress),
                     prepare=self.session.reset,  # a comparison needs the whole context
                 )
         return self._exactness
@@ -920,10 +920,6 @@ class Engine(Closing):
         if self._curve is None:
             from .latency.verification import verification_costs
 
-            def measured(share: float) -> None:
-                if progress is not None:
-                    progress("measure", share)
-
             with self.interruptible():
                 self._curve = verification_costs(
                     self.backend,
@@ -932,18 +928,14 @@ class Engine(Closing):
                     self.config,
                     self._store(),
                     prepare=self.session.reset,
-                    progress=measured,
+                    progress=_measuring(progress),
                     clock=self._clock,
                 )
         return self._curve
 
     def _decide(self, progress: Progress | None) -> Decision:
         if self._decision is None:
-
-            def measured(share: float) -> None:
-                if progress is not None:
-                    progress("measure", share)
-
+            measured = _measuring(progress)
             # Said before the imports below and the calibration text, which take their time.
             measured(0.0)
             from .latency.drift import DriftTracker
@@ -1046,10 +1038,7 @@ class Engine(Closing):
             )
         config = planner.at_context(self.config, n, budget_seconds)
 
-        def measured(share: float) -> None:
-            if progress is not None:
-                progress("measure", share)
-
+        measured = _measuring(progress)
         measured(0.0)
         tokens = long_calibration_tokens(self.vocabulary, self._template, n)
         self.session.reset()  # the measurement needs the whole context
@@ -1413,6 +1402,16 @@ def _check_spec(spec: str | os.PathLike[str]) -> None:
     if not is_file:
         given = arguments.cut(str(spec))
         raise UsageError(f"--spec {given}: give {_SPECS}")
+
+
+def _measuring(progress: Progress | None) -> Callable[[float], None]:
+    """Reports shares of a measurement, or does nothing."""
+
+    def report(share: float) -> None:
+        if progress is not None:
+            progress("measure", share)
+
+    return report
 
 
 def _load_progress(progress: Progress) -> Callable[[float], bool]:

@@ -23,7 +23,8 @@ from knapspec_edge.latency.costs import Costs
 from knapspec_edge.latency.drift import DriftTracker
 from knapspec_edge.latency.store import Store
 from knapspec_edge.latency.verification import measure_verification, verification_costs
-from knapspec_edge.records import GREEDY, Draft, RoundTimes, Sampling, Stats
+from knapspec_edge.policies.lookup import Proposing
+from knapspec_edge.records import GREEDY, RoundTimes, Sampling, Stats
 from knapspec_edge.search.lookup_first import LookupFirst, PlainSteps, Record
 from knapspec_edge.search.online import OnlinePlanner
 from knapspec_edge.search.suffix_index import Match
@@ -75,10 +76,8 @@ def test_old_matches_fade() -> None:
 # How many tokens
 
 
-class Prices:
+class Prices(Proposing):
     """Implements search.lookup_first.Otherwise with given figures."""
-
-    stopped: str | None = None
 
     def __init__(
         self, verify_ms: Sequence[float], outlook: tuple[float, float] | None = None
@@ -98,18 +97,6 @@ class Prices:
 
     def settle(self) -> None:
         pass
-
-    def begin(self, sampling: Sampling, prompt: Sequence[int]) -> None:
-        pass
-
-    def spare(self, emitted: Sequence[int], position: int) -> None:
-        pass
-
-    def draft(self, context_tokens: int) -> Draft | None:
-        return None
-
-    def go_on(self, confidences: Sequence[float]) -> bool:
-        return False
 
     def keep(self, confidences: Sequence[float]) -> int:
         return 0

@@ -30,7 +30,8 @@ def statistics_line(answer: Answer) -> str:
     parts.append(prompt)
     if stats.draft_n:
         share = 100.0 * stats.draft_n_accepted / stats.draft_n
-        found = f", {_looked_up(answer)} looked up" if _looked_up(answer) else ""
+        looked_up = _looked_up(answer)
+        found = f", {looked_up} looked up" if looked_up else ""
         accepted = f"accepted {stats.draft_n_accepted} ({share:.0f} %{found})"
         parts.append(f"drafted {stats.draft_n}, {accepted}")
         if stats.speculation_stopped:

@@ -52,7 +52,7 @@ def verification_costs(
     content = store.load(key)
     if content is not None:
         try:
-            return Costs(_read(content, backend, config))
+            return Costs(_read(content))
         except INVALID:
             store.ignore(key)
     prepare()
@@ -65,7 +65,7 @@ def _widest(backend: Backend, config: Config) -> int:
     return min(backend.max_verify_tokens, 1 + max(config.lookup_lengths))
 
 
-def _read(content: Mapping[str, Any], backend: Backend, config: Config) -> LatencyProfile:
+def _read(content: Mapping[str, Any]) -> LatencyProfile:
     profile = LatencyProfile.from_json(content["profile"])
     if profile.n_sublayers:
         raise ValueError("a curve has no sublayers")

@@ -491,8 +491,7 @@ class LlamaBackend(Closing):
         self._sampling_from = None
         if self._head is not None:
             self._head.forget_from(self._n_past)
-            with self._alone():
-                self._head.note(tokens, self._n_past)
+        self._note(tokens)
         done = 0
         while done < total:
             part = tokens[done : done + self._slice]

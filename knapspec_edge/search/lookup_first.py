@@ -16,10 +16,11 @@ import statistics
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..config import DEFAULTS, Config
+from ..decode.loop import Clock
 from ..decode.policy import FixedPolicy, Guess, Policy
 from ..latency.costs import Costs
 from ..latency.drift import DriftTracker
@@ -27,8 +28,6 @@ from ..records import Draft, RoundTimes, Sampling
 from .draft_length import best_prefix
 from .suffix_index import Match, SuffixIndex
 from .valuation import verification_curve
-
-Clock = Callable[[], float]
 
 # Upper ends of the ranges of match lengths that are counted apart; a last one has no end.
 LENGTH_BINS = (2, 3, 4, 6, 9, 15)

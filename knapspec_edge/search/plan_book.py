@@ -229,10 +229,9 @@ class PlanBook:
         Judged text of the bucket decides; else that of the nearest bucket where the plan was
         judged; else the product of single sublayers. None where nothing can be drafted.
         """
-        context = self.context(bucket) if context_tokens is None else context_tokens
-        key = (self._versions.get(plan, 0), plan, bucket, context, correction)
+        key = self._estimate_key(plan, bucket, context_tokens, correction)
         if key not in self._estimates:
-            found = self._estimate(plan, bucket, context, correction)
+            found = self._estimate(*key[1:])
             if found is None:
                 return None
             if len(self._estimates) > _MOST_ESTIMATES:
@@ -254,8 +253,15 @@ class PlanBook:
         correction: Correction = NO_CORRECTION,
     ) -> bool:
         """Whether `estimate` takes no time."""
+        key = self._estimate_key(plan, bucket, context_tokens, correction)
+        return key in self._estimates
+
+    def _estimate_key(
+        self, plan: Plan, bucket: int, context_tokens: int | None, correction: Correction
+    ) -> tuple[int, Plan, int, int, Correction]:
+        """All that an estimate follows from."""
         context = self.context(bucket) if context_tokens is None else context_tokens
-        return (self._versions.get(plan, 0), plan, bucket, context, correction) in self._estimates
+        return self._versions.get(plan, 0), plan, bucket, context, correction
 
     def _estimate(
         self, plan: Plan, bucket: int, context: int, correction: Correction

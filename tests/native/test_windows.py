@@ -9,6 +9,7 @@ differences are those of rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def windowed(
     """Every attention, or only these sublayers, under this window; `other`: the rest."""
     chosen = [i for i, t in enumerate(context.traits) if t.can_window] if only is None else only
     return Plan(tuple(mode if i in chosen else other for i in range(len(context.sublayers))))
+
+
+@contextmanager
+def prefilled(model: Any, **settings: Any) -> Iterator[Any]:
+    """A context that holds the text's first N tokens."""
+    with open_context(model, ctx_tokens=1024, **settings) as context:
+        context.prefill(TEXT[:N], GREEDY)
+        yield context
 
 
 def decoded(context: Any, tokens: Sequence[int], plan: Plan | None) -> np.ndarray:
@@ -93,8 +102,7 @@ def same(a: np.ndarray, b: np.ndarray, flash_attn: str) -> bool:
 def test_a_window_equals_a_cache_without_what_it_hides(
     model: Any, flash_attn: str, kv_type: str
 ) -> None:
-    with open_context(model, ctx_tokens=1024, flash_attn=flash_attn, kv_type=kv_type) as context:
-        context.prefill(TEXT[:N], GREEDY)
+    with prefilled(model, flash_attn=flash_attn, kv_type=kv_type) as context:
         new = TEXT[N : N + 4]
         full = decoded(context, new, None)
         found = decoded(context, new, windowed(context, window()))
@@ -107,8 +115,7 @@ def test_a_window_equals_a_cache_without_what_it_hides(
 def test_a_window_as_long_as_the_context_is_the_full_model(
     model: Any, flash_attn: str, kv_type: str
 ) -> None:
-    with open_context(model, ctx_tokens=1024, flash_attn=flash_attn, kv_type=kv_type) as context:
-        context.prefill(TEXT[:N], GREEDY)
+    with prefilled(model, flash_attn=flash_attn, kv_type=kv_type) as context:
         new = TEXT[N : N + 2]
         full = decoded(context, new, None)
         for mode in (window(0, N + 2), window(SINKS, N + 2 - SINKS), window(N, 2)):
@@ -140,13 +147,11 @@ def test_windows_that_differ_in_nothing_but_their_size_do_not_share_graphs(
     modes = [window(), window(SINKS, RECENT + 1), window(SINKS + 1, RECENT)]
     expected = []
     for mode in modes:
-        with open_context(llama, ctx_tokens=1024, flash_attn=flash_attn) as context:
-            context.prefill(TEXT[:N], GREEDY)
+        with prefilled(llama, flash_attn=flash_attn) as context:
             expected.append(decoded(context, TEXT[N : N + 3], windowed(context, mode)))
     assert not np.array_equal(expected[0], expected[1])
     assert not np.array_equal(expected[0], expected[2])
-    with open_context(llama, ctx_tokens=1024, flash_attn=flash_attn) as context:
-        context.prefill(TEXT[:N], GREEDY)
+    with prefilled(llama, flash_attn=flash_attn) as context:
         for _ in range(2):
             for mode, rows in zip(modes, expected, strict=True):
                 found = decoded(context, TEXT[N : N + 3], windowed(context, mode))
@@ -233,8 +238,7 @@ def test_judged_beside_the_text_as_drafted(model: Any, flash_attn: str) -> None:
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 def test_a_windowed_draft_leaves_the_full_model_unchanged(model: Any, flash_attn: str) -> None:
-    with open_context(model, ctx_tokens=1024, flash_attn=flash_attn) as context:
-        context.prefill(TEXT[:N], GREEDY)
+    with prefilled(model, flash_attn=flash_attn) as context:
         context.verify([1, 2, 3], GREEDY)
         expected = [context.logits(i) for i in range(3)]
         context.truncate(N)
