@@ -495,6 +495,7 @@ class Engine(Closing):
                         kv_type=fallback_kv_type if best is None else best.kv_type,
                         flash_attn=flash_attn if best is None else best.flash_attn,
                         max_verify_tokens=max_verify_tokens,
+                        repair_interval=config.repair_interval,
                         short_head=config.short_head,
                     )
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -344,6 +345,14 @@ def openable(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(native, "describe_device", lambda backend: "CPU")
     closed.clear()
     return asked
+
+
+def test_a_context_drafts_as_the_configuration_says(openable: dict[str, object]) -> None:
+    config = replace(DEFAULTS, repair_interval=0, short_head=False)
+    with Engine.open("m.gguf", spec="off", config=config):
+        assert (openable["repair_interval"], openable["short_head"]) == (0, False)
+    with Engine.open("m.gguf", spec="off"):
+        assert (openable["repair_interval"], openable["short_head"]) == (1, True)
 
 
 @pytest.mark.parametrize(
